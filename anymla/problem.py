@@ -1,0 +1,93 @@
+"""Problem: the facts of a call, without its tensors."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+OPS = ("decode", "sparse_decode", "prefill", "write_cache", "index_topk")
+"""Every operation, in the order in which the documentation introduces them."""
+
+
+class Feature(Enum):
+    """An option of a call that a backend must offer by name; the default of every backend is no."""
+
+    LSE = "lse"
+    SINKS = "sinks"
+    MULTI_TOKEN = "more than one query token a sequence"
+    NON_CAUSAL = "non-causal"
+    BATCH_INVARIANT = "batch invariance"
+    GRAPH = "graph capture"
+
+    def __str__(self) -> str:
+        return self.value
+
+
+DTYPE_NAMES = ("fp32", "bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz")
+
+KV_FORMAT_NAMES = (
+    "bf16",
+    "fp16",
+    "fp32",
+    "fp8_e4m3fn",
+    "fp8_e4m3fnuz",
+    "fp8_ds_mla",
+    "fp8_ds_mla_fnuz",
+    "index_k",
+    "index_k_fnuz",
+)
+
+_ALIASES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float": "fp32",
+    "float8_e4m3fn": "fp8_e4m3fn",
+    "float8_e4m3fnuz": "fp8_e4m3fnuz",
+    "e4m3fn": "fp8_e4m3fn",
+    "e4m3fnuz": "fp8_e4m3fnuz",
+}
+_FLAVOURED = {"fp8": "fp8_{}", "fp8_e4m3": "fp8_{}"}
+
+
+def canonical_name(name: str, fp8_flavour: str = "e4m3fn") -> str:
+    """The one spelling of a dtype or KV format; an unknown name comes back as it is.
+
+    Args:
+        name: Any spelling in use, such as "bfloat16", "fp8" or "fp8_e4m3".
+        fp8_flavour: What a bare "fp8" means: "e4m3fn" or "e4m3fnuz", a fact of the chip.
+    """
+    name = name.lower().removeprefix("torch.")
+    return _FLAVOURED[name].format(fp8_flavour) if name in _FLAVOURED else _ALIASES.get(name, name)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is asked of a backend. Each field is a fact; `Backend` has the rule of the same name.
+
+    Attributes:
+        op: One of OPS.
+        q_dtype: Dtype name of the queries (of the latent for write_cache).
+        kv_format: Name of a row of KV_FORMATS.
+        num_heads: Local query heads, unpadded (index heads for index_topk).
+        kv_lora_rank: Width L of the latent (width of an index key for index_topk).
+        qk_rope_head_dim: Width R of the RoPE part, 0 for rope-free models.
+        qk_nope_head_dim: Width P of a decompressed key without RoPE; prefill only, else 0.
+        v_head_dim: Width V of a decompressed value; prefill only, else 0.
+        block_size: Tokens a page; 1 where nothing is paged.
+        q_len: The most query tokens of any one sequence.
+        topk: Keys a query token, for sparse_decode and index_topk, else 0.
+        features: What the call needs beyond the plain operation.
+    """
+
+    op: str
+    q_dtype: str
+    kv_format: str
+    num_heads: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    qk_nope_head_dim: int = 0
+    v_head_dim: int = 0
+    block_size: int = 1
+    q_len: int = 1
+    topk: int = 0
+    features: frozenset[Feature] = field(default_factory=frozenset)
