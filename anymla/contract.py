@@ -1,12 +1,13 @@
-"""The tensors of every operation, checked once: shapes, dtypes, devices and, where no device sync is needed, values.
+"""The tensors of every operation, checked once: shapes, dtypes, devices, and values where no sync is needed.
 
-T query tokens, B sequences, H heads, L = kv_lora_rank, R = qk_rope_head_dim, P = qk_nope_head_dim, V = v_head_dim,
-S new tokens of latent, K indices a query token.
+T query tokens, B sequences, H heads, L = kv_lora_rank, R = qk_rope_head_dim, P = qk_nope_head_dim,
+V = v_head_dim, S new tokens of latent, K indices a query token.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,8 @@ class AttentionOutput(NamedTuple):
     Attributes:
         out: [T, H, L] latent output (decode) or [T, H, V] (prefill), dtype of the queries.
             0 for a row that attends to nothing.
-        lse: [T, H] fp32, natural log, sinks excluded, -inf for a row that attends to nothing. None unless asked for.
+        lse: [T, H] fp32, natural log, sinks excluded, -inf for a row that attends to nothing.
+            None unless asked for.
     """
 
     out: Tensor
@@ -34,12 +36,15 @@ class AttentionOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Batch:
-    """The sequences of one step. Row t of a sequence's q_len query tokens sees its first seq_len - q_len + 1 + t keys.
+    """The sequences of one step.
+
+    Row t of a sequence's q_len query tokens sees its first seq_len - q_len + 1 + t keys.
 
     Attributes:
         block_table: [B, max_blocks] int32 page ids; entries past a sequence's last page are never read.
         seq_lens: [B] int32 tokens in the cache, those of this step included.
         qo_indptr: [B + 1] int32, starts at 0, does not decrease.
+        block_size: Tokens a page.
         causal: False lets every row see all seq_len keys.
         num_tokens: T. Rows from qo_indptr[-1] on belong to no sequence and come out empty.
         max_q_len: No sequence has more query tokens.
@@ -51,6 +56,7 @@ class Batch:
     block_table: Tensor
     seq_lens: Tensor
     qo_indptr: Tensor
+    block_size: int
     causal: bool
     num_tokens: int
     max_q_len: int
@@ -58,10 +64,84 @@ class Batch:
     seq_lens_host: tuple[int, ...] | None
     qo_indptr_host: tuple[int, ...] | None
 
+    @classmethod
+    def of(
+        cls,
+        *,
+        seq_lens: Tensor,
+        block_table: Tensor | None = None,
+        qo_indptr: Tensor | None = None,
+        block_size: int = 1,
+        num_blocks: int | None = None,
+        causal: bool = True,
+        num_tokens: int | None = None,
+        max_q_len: int | None = None,
+        max_seq_len: int | None = None,
+        seq_lens_host: Sequence[int] | None = None,
+        qo_indptr_host: Sequence[int] | None = None,
+        new_tokens_are_cached: bool = True,
+        check: bool = False,
+    ) -> "Batch":
+        """Describe one step.
+
+        Values are looked at where the host has them: CPU tensors, or the `_host` integers beside device
+        tensors. A device tensor is read back only with `check=True`.
+
+        Args:
+            seq_lens: [B] int32 tokens, those of this step included.
+            block_table: [B, max_blocks] int32 page ids. None: nothing is cached.
+            qo_indptr: [B + 1] int32 query token offsets. None: one token a sequence.
+            block_size: Tokens a page.
+            num_blocks: Pages of the cache; with it, page ids are checked where the host sees them.
+            causal: False lets every row see all seq_len keys.
+            num_tokens: T, at least qo_indptr[-1]; rows past that come out empty. None: qo_indptr[-1].
+            max_q_len: A bound, needed only where the host cannot see qo_indptr.
+            max_seq_len: The bound for later updates of a plan. None: the longest of this step.
+            seq_lens_host: seq_lens as integers, for tensors on a device: planning never syncs.
+            qo_indptr_host: qo_indptr as integers, likewise.
+            new_tokens_are_cached: False for a prefill, whose new tokens need no page.
+            check: Read device tensors back to check their values; this syncs.
+
+        Returns:
+            The batch. B = 0 is a batch of no sequences.
+
+        Raises:
+            InvalidInput: with everything that is wrong.
+        """
+        reasons = Reasons("batch")
+        batch = check_batch(
+            reasons,
+            block_table=block_table,
+            seq_lens=seq_lens,
+            qo_indptr=qo_indptr,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            causal=causal,
+            num_tokens=num_tokens,
+            max_q_len=max_q_len,
+            max_seq_len=max_seq_len,
+            seq_lens_host=seq_lens_host,
+            qo_indptr_host=qo_indptr_host,
+            new_tokens_are_cached=new_tokens_are_cached,
+            check=check,
+        )
+        reasons.raise_if_any()
+        assert batch is not None
+        return batch
+
     @property
     def num_seqs(self) -> int:
         """B."""
         return self.seq_lens.shape[0]
+
+    @property
+    def context_lens_host(self) -> tuple[int, ...] | None:
+        """Tokens before those of this step, a sequence, or None where only the device knows them."""
+        if self.seq_lens_host is None or self.qo_indptr_host is None:
+            return None
+        return tuple(
+            n - (b - a) for n, (a, b) in zip(self.seq_lens_host, pairwise(self.qo_indptr_host), strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -79,7 +159,7 @@ class DecodeArgs:
 
 @dataclass(frozen=True)
 class SparseArgs:
-    """A checked sparse decode over `indices` [T, K] int32 slots; only the first `counts`[t] of a row count."""
+    """A checked sparse decode over `indices` [T, K] int32 slots, of which the first `counts`[t] count."""
 
     ql_nope: Tensor
     q_pe: Tensor
@@ -94,7 +174,7 @@ class SparseArgs:
 
 @dataclass(frozen=True)
 class PrefillArgs:
-    """A checked prefill in decompressed form: new tokens from `kv_c` and `k_pe`, earlier ones from `cache`, if any."""
+    """A checked prefill: new tokens from `kv_c` and `k_pe`, earlier ones from `cache`, if there are any."""
 
     q_nope: Tensor
     q_pe: Tensor
@@ -121,7 +201,7 @@ class WriteArgs:
 
 @dataclass(frozen=True)
 class IndexArgs:
-    """A checked top-k over the paged index keys of each query token's sequence. The backend fills `indices` [T, K]."""
+    """A checked top-k over paged index keys. The backend fills `indices` [T, K]."""
 
     q: Tensor
     weights: Tensor
@@ -144,20 +224,29 @@ def check_tensor(
     device: torch.device | None = None,
     origin: str = "",
 ) -> bool:
-    """Note what is wrong with a tensor; None in `shape` leaves an axis open, `origin` says where the shape is from."""
+    """Note what is wrong; None in `shape` is an open axis, `origin` says where the shape is from."""
     if not reasons.need(isinstance(tensor, Tensor), name, type(tensor).__name__, "a torch.Tensor"):
         return False
     assert tensor is not None
     fits = len(tensor.shape) == len(shape) and all(
         want is None or want == got for want, got in zip(shape, tensor.shape, strict=True)
     )
-    wanted = "(" + ", ".join("any" if s is None else str(s) for s in shape) + ("," if len(shape) == 1 else "") + ")"
-    right = reasons.need(fits, name, f"shape {tuple(tensor.shape)}", wanted + (f", {origin}" if origin else ""))
+    wanted = (
+        "("
+        + ", ".join("any" if s is None else str(s) for s in shape)
+        + ("," if len(shape) == 1 else "")
+        + ")"
+    )
+    right = reasons.need(
+        fits, name, f"shape {tuple(tensor.shape)}", wanted + (f", {origin}" if origin else "")
+    )
     right &= reasons.need(
         tensor.dtype in dtypes, name, f"dtype {_word(tensor.dtype)}", " or ".join(_word(d) for d in dtypes)
     )
     if device is not None:
-        right &= reasons.need(tensor.device == device, name, f"device {tensor.device}", f"{device}, that of the queries")
+        right &= reasons.need(
+            tensor.device == device, name, f"device {tensor.device}", f"{device}, that of the queries"
+        )
     return right
 
 
@@ -186,53 +275,46 @@ def check_output(reasons: Reasons, name: str, tensor: Tensor, shape: Sequence[in
 def check_batch(
     reasons: Reasons,
     *,
-    block_table: Tensor,
+    block_table: Tensor | None,
     seq_lens: Tensor,
     qo_indptr: Tensor | None,
     block_size: int,
-    num_blocks: int | None,
-    causal: bool,
+    num_blocks: int | None = None,
+    causal: bool = True,
     num_tokens: int | None = None,
     max_q_len: int | None = None,
     max_seq_len: int | None = None,
     seq_lens_host: Sequence[int] | None = None,
     qo_indptr_host: Sequence[int] | None = None,
+    new_tokens_are_cached: bool = True,
     check: bool = False,
 ) -> Batch | None:
-    """Describe one step, or note everything that is wrong with it.
-
-    Values are looked at where the host has them: CPU tensors, or the `_host` lists beside device tensors.
-    A device tensor is read back only with `check=True`.
-
-    Args:
-        reasons: Takes every refusal; the caller raises.
-        block_table: [B, max_blocks] int32.
-        seq_lens: [B] int32.
-        qo_indptr: [B + 1] int32; None means one query token a sequence.
-        block_size: Tokens a page, from the cache.
-        num_blocks: Pages of the cache, if known.
-        causal: See Batch.
-        num_tokens: T; qo_indptr[-1] if not given. Needed for a device qo_indptr without qo_indptr_host.
-        max_q_len: Needed for a device qo_indptr without qo_indptr_host.
-        max_seq_len: Upper bound for planning; the table's capacity if not given.
-        seq_lens_host: seq_lens as integers.
-        qo_indptr_host: qo_indptr as integers.
-        check: Read device tensors back and check their values too; this syncs.
-
-    Returns:
-        The batch, or None if something was noted.
-    """
+    """The batch, or None and every reason; the arguments are those of `Batch.of`."""
     before = len(reasons.found)
+    good = isinstance(block_size, int) and block_size > 0
+    if not reasons.need(good, "block_size", block_size, "at least 1"):
+        return None
     if not check_tensor(reasons, "seq_lens", seq_lens, (None,), (torch.int32,)):
         return None
     num_seqs, device = seq_lens.shape[0], seq_lens.device
-    table_fits = check_tensor(reasons, "block_table", block_table, (num_seqs, None), (torch.int32,), origin="B from seq_lens")
+    if block_table is None:
+        block_table = torch.empty((num_seqs, 0), dtype=torch.int32, device=device)
+    table_fits = check_tensor(
+        reasons, "block_table", block_table, (num_seqs, None), (torch.int32,), origin="B from seq_lens"
+    )
     if table_fits:
-        reasons.need(block_table.device == device, "block_table", f"device {block_table.device}", f"{device}, that of seq_lens")
+        reasons.need(
+            block_table.device == device,
+            "block_table",
+            f"device {block_table.device}",
+            f"{device}, that of seq_lens",
+        )
     if qo_indptr is None:
         qo_indptr_host = range(num_seqs + 1)
         qo_indptr = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
-    elif not check_tensor(reasons, "qo_indptr", qo_indptr, (num_seqs + 1,), (torch.int32,), device, "B + 1 from seq_lens"):
+    elif not check_tensor(
+        reasons, "qo_indptr", qo_indptr, (num_seqs + 1,), (torch.int32,), device, "B + 1 from seq_lens"
+    ):
         return None
     if not table_fits:
         return None
@@ -240,12 +322,14 @@ def check_batch(
     lens = _host_values(seq_lens, seq_lens_host, check)
     indptr = _host_values(qo_indptr, qo_indptr_host, check)
     for name, values, size in (("seq_lens_host", lens, num_seqs), ("qo_indptr_host", indptr, num_seqs + 1)):
-        if values is not None and not reasons.need(len(values) == size, name, f"{len(values)} values", f"{size}"):
+        if values is not None and not reasons.need(
+            len(values) == size, name, f"{len(values)} values", f"{size}"
+        ):
             return None
 
     capacity = block_table.shape[1] * block_size
     if indptr is not None:
-        q_lens = [b - a for a, b in zip(indptr, indptr[1:], strict=False)]
+        q_lens = [b - a for a, b in pairwise(indptr)]
         reasons.need(indptr[0] == 0, "qo_indptr", f"first value {indptr[0]}", "0")
         worst = min(range(len(q_lens)), key=lambda i: q_lens[i], default=None)
         if worst is not None:
@@ -254,59 +338,111 @@ def check_batch(
         longest_q = max(q_lens, default=0)
         num_tokens = indptr[-1] if num_tokens is None else num_tokens
         max_q_len = longest_q if max_q_len is None else max_q_len
-        reasons.need(indptr[-1] <= num_tokens, "qo_indptr", f"last value {indptr[-1]}", f"at most {num_tokens}, the query tokens")
+        reasons.need(
+            indptr[-1] <= num_tokens,
+            "qo_indptr",
+            f"last value {indptr[-1]}",
+            f"at most {num_tokens}, the query tokens",
+        )
         reasons.need(longest_q <= max_q_len, "max_q_len", max_q_len, f"at least {longest_q}, from qo_indptr")
     else:
-        reasons.need(num_tokens is not None, "num_tokens", None, "a number, or qo_indptr_host: qo_indptr is on a device")
-        reasons.need(max_q_len is not None, "max_q_len", None, "a number, or qo_indptr_host: qo_indptr is on a device")
+        reasons.need(
+            num_tokens is not None,
+            "num_tokens",
+            None,
+            "a number, or qo_indptr_host: qo_indptr is on a device",
+        )
+        reasons.need(
+            max_q_len is not None, "max_q_len", None, "a number, or qo_indptr_host: qo_indptr is on a device"
+        )
+    if lens is not None and indptr is not None:
+        news = [0] * num_seqs if new_tokens_are_cached else q_lens
+        wrong = next((i for i, n in enumerate(lens) if not news[i] <= n <= capacity + news[i]), None)
+        if wrong is not None:
+            needs = f"{news[wrong]} to {capacity + news[wrong]}, the pages of block_table"
+            needs += "" if new_tokens_are_cached else " and the new tokens"
+            reasons.need(False, "seq_lens", f"{lens[wrong]} at {wrong}", needs)
     if lens is not None:
-        for i, n in enumerate(lens):
-            if not reasons.need(0 <= n <= capacity, "seq_lens", f"{n} at {i}", f"0 to {capacity}, the pages of block_table"):
-                break
         longest = max(lens, default=0)
         max_seq_len = longest if max_seq_len is None else max_seq_len
         reasons.need(longest <= max_seq_len, "max_seq_len", max_seq_len, f"at least {longest}, from seq_lens")
     max_seq_len = capacity if max_seq_len is None else max_seq_len
     if len(reasons.found) > before:
         return None
-    if lens is not None and num_blocks is not None and (on_host(block_table) or check):
-        _check_pages(reasons, block_table.cpu(), lens, block_size, num_blocks)
-        if len(reasons.found) > before:
-            return None
     assert num_tokens is not None and max_q_len is not None
-    return Batch(
-        block_table, seq_lens, qo_indptr, causal, num_tokens, max(max_q_len, 1), max_seq_len, lens, indptr
+    batch = Batch(
+        block_table=block_table,
+        seq_lens=seq_lens,
+        qo_indptr=qo_indptr,
+        block_size=block_size,
+        causal=causal,
+        num_tokens=num_tokens,
+        max_q_len=max(max_q_len, 1),
+        max_seq_len=max_seq_len,
+        seq_lens_host=lens,
+        qo_indptr_host=indptr,
     )
+    cached = lens if new_tokens_are_cached else batch.context_lens_host
+    if cached is not None and num_blocks is not None and (on_host(block_table) or check):
+        _check_pages(reasons, block_table.cpu(), cached, block_size, num_blocks)
+    return batch if len(reasons.found) == before else None
 
 
 def check_queries(
-    reasons: Reasons, ql_nope: Tensor, q_pe: Tensor, cache: KVCache, sm_scale: object, sinks: Tensor | None,
-    num_tokens: int | None, num_heads: int | None,
+    reasons: Reasons,
+    ql_nope: Tensor,
+    q_pe: Tensor,
+    cache: KVCache,
+    sm_scale: object,
+    sinks: Tensor | None,
+    num_tokens: int | None,
+    num_heads: int | None,
 ) -> bool:
     """Note what is wrong with absorbed queries for this cache; True if their shapes can be used further."""
     check_scale(reasons, sm_scale)
     origin = "T from qo_indptr, H, L from the cache"
-    if not check_tensor(reasons, "ql_nope", ql_nope, (num_tokens, num_heads, cache.kv_lora_rank), Q_DTYPES, origin=origin):
+    if not check_tensor(
+        reasons, "ql_nope", ql_nope, (num_tokens, num_heads, cache.kv_lora_rank), Q_DTYPES, origin=origin
+    ):
         return False
     tokens, heads = ql_nope.shape[:2]
     reasons.need(heads > 0, "num_heads", heads, "at least 1")
     right = check_tensor(
-        reasons, "q_pe", q_pe, (tokens, heads, cache.qk_rope_head_dim), (ql_nope.dtype,), ql_nope.device,
+        reasons,
+        "q_pe",
+        q_pe,
+        (tokens, heads, cache.qk_rope_head_dim),
+        (ql_nope.dtype,),
+        ql_nope.device,
         "T, H from ql_nope, R from the cache",
     )
-    reasons.need(cache.device == ql_nope.device, "kv_cache", f"device {cache.device}", f"{ql_nope.device}, that of the queries")
+    reasons.need(
+        cache.device == ql_nope.device,
+        "kv_cache",
+        f"device {cache.device}",
+        f"{ql_nope.device}, that of the queries",
+    )
     check_sinks(reasons, sinks, heads, ql_nope.device)
     return right
 
 
 def check_indices(
-    reasons: Reasons, indices: Tensor, counts: Tensor | None, cache: KVCache, num_tokens: int, device: torch.device,
+    reasons: Reasons,
+    indices: Tensor,
+    counts: Tensor | None,
+    cache: KVCache,
+    num_tokens: int,
+    device: torch.device,
     check: bool,
 ) -> None:
     """Note slots or counts out of range; a slot of -1 is no key."""
-    right = check_tensor(reasons, "indices", indices, (num_tokens, None), (torch.int32,), device, "T from the queries")
+    right = check_tensor(
+        reasons, "indices", indices, (num_tokens, None), (torch.int32,), device, "T from the queries"
+    )
     if counts is not None:
-        right &= check_tensor(reasons, "counts", counts, (num_tokens,), (torch.int32,), device, "T from the queries")
+        right &= check_tensor(
+            reasons, "counts", counts, (num_tokens,), (torch.int32,), device, "T from the queries"
+        )
     if not right or not (on_host(indices, counts) or check) or not indices.numel():
         return
     slots = cache.num_blocks * cache.block_size
@@ -315,7 +451,9 @@ def check_indices(
     reasons.need(high < slots, "indices", high, f"less than {slots}, the slots of the cache")
     if counts is not None:
         low, high = (int(x) for x in torch.aminmax(counts))
-        reasons.need(low >= 0 and high <= indices.shape[1], "counts", f"{low} to {high}", f"0 to {indices.shape[1]}")
+        reasons.need(
+            low >= 0 and high <= indices.shape[1], "counts", f"{low} to {high}", f"0 to {indices.shape[1]}"
+        )
 
 
 def check_slots(reasons: Reasons, slot_mapping: Tensor, cache: KVCache, num_tokens: int, check: bool) -> None:
@@ -331,29 +469,45 @@ def check_slots(reasons: Reasons, slot_mapping: Tensor, cache: KVCache, num_toke
     reasons.need(high < slots, "slot_mapping", high, f"less than {slots}, the slots of the cache")
     written = slot_mapping[slot_mapping >= 0]
     unique = int(written.unique().numel())
-    reasons.need(unique == written.numel(), "slot_mapping", f"{written.numel() - unique} slots twice", "each slot once")
+    reasons.need(
+        unique == written.numel(), "slot_mapping", f"{written.numel() - unique} slots twice", "each slot once"
+    )
 
 
 def within(batch: Batch, planned: Batch) -> Batch:
     """`batch` with the bounds of the plan it updates, or InvalidInput if it leaves them."""
     reasons = Reasons("plan.update")
-    reasons.need(batch.num_seqs == planned.num_seqs, "seq_lens", f"{batch.num_seqs} sequences", f"{planned.num_seqs}, as planned")
+    reasons.need(
+        batch.num_seqs == planned.num_seqs,
+        "seq_lens",
+        f"{batch.num_seqs} sequences",
+        f"{planned.num_seqs}, as planned",
+    )
     for name in ("num_tokens", "max_q_len", "max_seq_len"):
         got, bound = getattr(batch, name), getattr(planned, name)
         reasons.need(got <= bound, name, got, f"at most {bound}, as planned")
-    reasons.need(batch.causal == planned.causal, "causal", batch.causal, f"{planned.causal}, as planned")
+    for name in ("causal", "block_size"):
+        got, bound = getattr(batch, name), getattr(planned, name)
+        reasons.need(got == bound, name, got, f"{bound}, as planned")
     reasons.raise_if_any()
     return replace(
         batch, num_tokens=planned.num_tokens, max_q_len=planned.max_q_len, max_seq_len=planned.max_seq_len
     )
 
 
-def _check_pages(reasons: Reasons, table: Tensor, lens: Sequence[int], block_size: int, num_blocks: int) -> None:
+def _check_pages(
+    reasons: Reasons, table: Tensor, lens: Sequence[int], block_size: int, num_blocks: int
+) -> None:
     used = torch.arange(table.shape[1])[None, :] * block_size < torch.tensor(lens, dtype=torch.int64)[:, None]
     wrong = (used & ((table < 0) | (table >= num_blocks))).nonzero()
     if wrong.numel():
         b, i = wrong[0].tolist()
-        reasons.need(False, "block_table", f"{int(table[b, i])} at [{b}, {i}]", f"0 to {num_blocks - 1}, the pages of the cache")
+        reasons.need(
+            False,
+            "block_table",
+            f"{int(table[b, i])} at [{b}, {i}]",
+            f"0 to {num_blocks - 1}, the pages of the cache",
+        )
 
 
 def _host_values(tensor: Tensor, given: Sequence[int] | None, check: bool) -> tuple[int, ...] | None:

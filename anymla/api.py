@@ -1,0 +1,455 @@
+"""One call, one result: every operation as plan and run in one step.
+
+T query tokens, B sequences, H heads, L = kv_lora_rank, R = qk_rope_head_dim, P = qk_nope_head_dim,
+V = v_head_dim, S new tokens of latent, K indices a query token.
+"""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from anymla import contract, plans, select
+from anymla.contract import AttentionOutput
+from anymla.errors import Reasons
+from anymla.hardware.probe import Machine
+from anymla.kv_cache import KVCache
+from anymla.problem import Problem, canonical_name
+
+
+def decode(
+    ql_nope: Tensor,
+    q_pe: Tensor,
+    kv_cache: Tensor | KVCache,
+    *,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    sm_scale: float,
+    qo_indptr: Tensor | None = None,
+    causal: bool = True,
+    sinks: Tensor | None = None,
+    kv_format: str | None = None,
+    k_scale: Tensor | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    backend: str = "auto",
+    check: bool = False,
+) -> AttentionOutput:
+    """Attend each query token to its sequence's paged latent cache (absorbed form).
+
+    Args:
+        ql_nope: [T, H, L] fp32, bf16 or fp16. Queries after `absorb_q`.
+        q_pe: [T, H, R], same dtype. Rotated.
+        kv_cache: [num_blocks, block_size, row], kv_c then k_pe, or a KVCache.
+        block_table: [B, max_blocks] int32. Pages past seq_lens are never read.
+        seq_lens: [B] int32 tokens. Includes the tokens of this call.
+        sm_scale: Multiplies q·k. Use `Model.sm_scale`; the absorbed width is not the scale's width.
+        qo_indptr: [B + 1] int32. None: one token a sequence.
+        causal: Row t of q_len sees the first seq_len - q_len + 1 + t keys; False: all of them.
+        sinks: [H] fp32 logits, added to each row's denominator.
+        kv_format: Name of a row of KV_FORMATS. None: the cache's dtype says it.
+        k_scale: [1] fp32. Multiplies fp8 cache values. Required with an fp8 cache.
+        return_lse: Whether to return the lse.
+        out: [T, H, L] to write into.
+        lse: [T, H] fp32 to write into; needs return_lse.
+        backend: A registry name, or "auto" for the first that accepts. Never falls back.
+        check: Read device tensors back to check their values; this syncs.
+
+    Returns:
+        out: [T, H, L], dtype of ql_nope. 0 where a row attends to nothing.
+        lse: [T, H] fp32, natural log, sinks excluded, -inf where a row attends to nothing.
+            None unless asked for.
+
+    Raises:
+        InvalidInput: an argument contradicts another one.
+        NoBackend: nothing, or not the named backend, takes this call; the message gives every reason.
+
+    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1. `reference.decode` is the definition.
+    """
+    reasons = Reasons("decode")
+    cache = _cache_of(reasons, ql_nope, q_pe, kv_cache, kv_format, k_scale)
+    batch = None
+    if cache is not None:
+        contract.check_queries(reasons, ql_nope, q_pe, cache, sm_scale, sinks, None, None)
+        batch = contract.check_batch(
+            reasons,
+            block_table=block_table,
+            seq_lens=seq_lens,
+            qo_indptr=qo_indptr,
+            block_size=cache.block_size,
+            num_blocks=cache.num_blocks,
+            causal=causal,
+            num_tokens=ql_nope.shape[0],
+            max_q_len=None if contract.on_host(qo_indptr) else ql_nope.shape[0],
+            check=check,
+        )
+    reasons.raise_if_any()
+    assert cache is not None and batch is not None
+    facts = _facts("decode", ql_nope, cache, num_heads=ql_nope.shape[1])
+    features = plans.features(batch, sinks=sinks is not None, return_lse=return_lse)
+    plan = plans.decode_plan(batch, replace(facts, q_len=batch.max_q_len, features=features), backend)
+    return plan.run(
+        ql_nope, q_pe, cache, sm_scale=sm_scale, sinks=sinks, return_lse=return_lse, out=out, lse=lse
+    )
+
+
+def sparse_decode(
+    ql_nope: Tensor,
+    q_pe: Tensor,
+    kv_cache: Tensor | KVCache,
+    *,
+    indices: Tensor,
+    sm_scale: float,
+    counts: Tensor | None = None,
+    sinks: Tensor | None = None,
+    kv_format: str | None = None,
+    k_scale: Tensor | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    backend: str = "auto",
+    check: bool = False,
+) -> AttentionOutput:
+    """Attend each query token to the cache slots that its indices name (absorbed form).
+
+    Args:
+        ql_nope: [T, H, L] fp32, bf16 or fp16. Queries after `absorb_q`.
+        q_pe: [T, H, R], same dtype. Rotated.
+        kv_cache: [num_blocks, block_size, row], kv_c then k_pe, or a KVCache.
+        indices: [T, K] int32 slots, page * block_size + offset. -1 is no key and never read; a slot that is
+            named twice counts twice. `indices.to_slots` makes slots of request-local token ids.
+        sm_scale: Multiplies q·k. Use `Model.sm_scale`.
+        counts: [T] int32. Only the first counts[t] indices of a row count. None: all K.
+        sinks: [H] fp32 logits, added to each row's denominator.
+        kv_format: Name of a row of KV_FORMATS. None: the cache's dtype says it.
+        k_scale: [1] fp32. Multiplies fp8 cache values. Required with an fp8 cache.
+        return_lse: Whether to return the lse.
+        out: [T, H, L] to write into.
+        lse: [T, H] fp32 to write into; needs return_lse.
+        backend: A registry name, or "auto" for the first that accepts. Never falls back.
+        check: Read device tensors back to check their values; this syncs.
+
+    Returns:
+        out: [T, H, L], dtype of ql_nope. 0 where a row attends to nothing.
+        lse: [T, H] fp32, natural log, sinks excluded, -inf where a row attends to nothing.
+            None unless asked for.
+
+    Raises:
+        InvalidInput: an argument contradicts another one.
+        NoBackend: nothing, or not the named backend, takes this call; the message gives every reason.
+
+    Source: DeepSeek-V3.2, arXiv 2512.02556, section 2. `reference.sparse_decode` is the definition.
+    """
+    reasons = Reasons("sparse_decode")
+    cache = _cache_of(reasons, ql_nope, q_pe, kv_cache, kv_format, k_scale)
+    if cache is not None and contract.check_queries(
+        reasons, ql_nope, q_pe, cache, sm_scale, sinks, None, None
+    ):
+        contract.check_indices(reasons, indices, counts, cache, ql_nope.shape[0], ql_nope.device, check)
+    reasons.raise_if_any()
+    assert cache is not None
+    facts = _facts("sparse_decode", ql_nope, cache, num_heads=ql_nope.shape[1])
+    features = plans.features(None, sinks=sinks is not None, return_lse=return_lse)
+    problem = replace(facts, topk=indices.shape[1], features=features)
+    plan = plans.sparse_plan(ql_nope.shape[0], problem, ql_nope.device, backend)
+    return plan.run(
+        ql_nope,
+        q_pe,
+        cache,
+        indices=indices,
+        sm_scale=sm_scale,
+        counts=counts,
+        sinks=sinks,
+        return_lse=return_lse,
+        out=out,
+        lse=lse,
+    )
+
+
+def prefill(
+    q_nope: Tensor,
+    q_pe: Tensor,
+    kv_c: Tensor,
+    k_pe: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    *,
+    qo_indptr: Tensor,
+    sm_scale: float,
+    kv_cache: Tensor | KVCache | None = None,
+    block_table: Tensor | None = None,
+    seq_lens: Tensor | None = None,
+    causal: bool = True,
+    sinks: Tensor | None = None,
+    kv_format: str | None = None,
+    k_scale: Tensor | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    backend: str = "auto",
+    check: bool = False,
+) -> AttentionOutput:
+    """Attend new tokens to themselves and to their cached context, in decompressed (MHA) form.
+
+    The cheaper form for many new tokens. Keys are [W_UK c ; k_pe], values c W_UV; the context, the first
+    seq_len - q_len tokens of a sequence, is read from the cache in chunks and merged.
+
+    Args:
+        q_nope: [T, H, P] fp32, bf16 or fp16. Not absorbed.
+        q_pe: [T, H, R], same dtype. Rotated.
+        kv_c: [T, L], same dtype. Normed latents of the new tokens; they need not be in the cache.
+        k_pe: [T, R], same dtype. Rotated.
+        w_uk: [H, P, L], same dtype. From `split_kv_b`.
+        w_uv: [H, L, V], same dtype. From `split_kv_b`.
+        qo_indptr: [B + 1] int32 offsets of each sequence's new tokens.
+        sm_scale: Multiplies q·k. Use `Model.sm_scale`.
+        kv_cache: [num_blocks, block_size, row] or a KVCache. None: there is no context.
+        block_table: [B, max_blocks] int32 pages of the context.
+        seq_lens: [B] int32 tokens, context and new ones. None: there is no context.
+        causal: New token t sees the context and new tokens 0 to t; False: all of them.
+        sinks: [H] fp32 logits, added to each row's denominator.
+        kv_format: Name of a row of KV_FORMATS. None: the cache's dtype says it.
+        k_scale: [1] fp32. Multiplies fp8 cache values. Required with an fp8 cache.
+        return_lse: Whether to return the lse.
+        out: [T, H, V] to write into.
+        lse: [T, H] fp32 to write into; needs return_lse.
+        backend: A registry name, or "auto" for the first that accepts. Never falls back.
+        check: Read device tensors back to check their values; this syncs.
+
+    Returns:
+        out: [T, H, V], dtype of q_nope. 0 where a row attends to nothing.
+        lse: [T, H] fp32, natural log, sinks excluded, -inf where a row attends to nothing.
+            None unless asked for.
+
+    Raises:
+        InvalidInput: an argument contradicts another one.
+        NoBackend: nothing, or not the named backend, takes this call; the message gives every reason.
+
+    Source: DeepSeek-V2, arXiv 2405.04434, section 2.1. `reference.prefill` is the definition.
+    """
+    reasons = Reasons("prefill")
+    sized = contract.check_tensor(reasons, "q_nope", q_nope, (None, None, None), contract.Q_DTYPES)
+    sized &= contract.check_tensor(reasons, "kv_c", kv_c, (None, None), contract.Q_DTYPES)
+    sized &= contract.check_tensor(reasons, "k_pe", k_pe, (None, None), contract.Q_DTYPES)
+    sized &= contract.check_tensor(reasons, "w_uv", w_uv, (None, None, None), contract.Q_DTYPES)
+    sized &= contract.check_tensor(reasons, "qo_indptr", qo_indptr, (None,), (torch.int32,))
+    given = {"kv_cache": kv_cache, "block_table": block_table, "seq_lens": seq_lens}
+    missing = [name for name, value in given.items() if value is None]
+    needs = f"{', '.join(missing)} too: a context is a cache, its pages and the lengths"
+    reasons.need(len(missing) in (0, 3), "context", ", ".join(n for n in given if n not in missing), needs)
+    cache = None
+    if sized and kv_cache is not None:
+        cache = plans.opened(reasons, kv_cache, kv_c.shape[-1], k_pe.shape[-1], kv_format, k_scale)
+    reasons.raise_if_any()
+    batch = contract.check_batch(
+        reasons,
+        block_table=block_table,
+        seq_lens=qo_indptr.diff() if seq_lens is None else seq_lens,
+        qo_indptr=qo_indptr,
+        block_size=1 if cache is None else cache.block_size,
+        num_blocks=None if cache is None else cache.num_blocks,
+        causal=causal,
+        num_tokens=q_nope.shape[0],
+        max_q_len=None if contract.on_host(qo_indptr) else q_nope.shape[0],
+        new_tokens_are_cached=False,
+        check=check,
+    )
+    reasons.raise_if_any()
+    assert batch is not None
+    plan = plans.plan_prefill(
+        batch,
+        num_heads=q_nope.shape[1],
+        kv_lora_rank=kv_c.shape[-1],
+        qk_rope_head_dim=k_pe.shape[-1],
+        qk_nope_head_dim=q_nope.shape[-1],
+        v_head_dim=w_uv.shape[-1],
+        q_dtype=q_nope.dtype,
+        kv_format=None if cache is None else cache.format.name,
+        sinks=sinks is not None,
+        return_lse=return_lse,
+        backend=backend,
+    )
+    return plan.run(
+        q_nope,
+        q_pe,
+        kv_c,
+        k_pe,
+        w_uk,
+        w_uv,
+        sm_scale=sm_scale,
+        kv_cache=cache,
+        sinks=sinks,
+        return_lse=return_lse,
+        out=out,
+        lse=lse,
+    )
+
+
+def write_cache(
+    kv_c: Tensor,
+    k_pe: Tensor,
+    kv_cache: Tensor | KVCache,
+    slot_mapping: Tensor,
+    *,
+    kv_format: str | None = None,
+    k_scale: Tensor | None = None,
+    backend: str = "auto",
+    check: bool = False,
+) -> None:
+    """Write new latents into their slots, in the cache's format, in place.
+
+    Args:
+        kv_c: [S, L] fp32, bf16 or fp16. Normed.
+        k_pe: [S, R], same dtype. Rotated. For an index key cache: [S, 0].
+        kv_cache: [num_blocks, block_size, row] or a KVCache; written in place.
+        slot_mapping: [S] int64 slots, page * block_size + offset. -1 is skipped.
+        kv_format: Name of a row of KV_FORMATS. None: the cache's dtype says it.
+        k_scale: [1] fp32. Stored fp8 values are x / k_scale, saturated. Required with an fp8 cache.
+        backend: A registry name, or "auto" for the first that accepts. Never falls back.
+        check: Read device tensors back to check their values; this syncs.
+
+    Raises:
+        InvalidInput: an argument contradicts another one; nothing has been written.
+        NoBackend: nothing, or not the named backend, takes this call; the message gives every reason.
+    """
+    reasons = Reasons("write_cache")
+    cache = None
+    if contract.check_tensor(
+        reasons, "kv_c", kv_c, (None, None), contract.Q_DTYPES
+    ) and contract.check_tensor(
+        reasons, "k_pe", k_pe, (kv_c.shape[0], None), (kv_c.dtype,), kv_c.device, "S from kv_c"
+    ):
+        cache = plans.opened(reasons, kv_cache, kv_c.shape[-1], k_pe.shape[-1], kv_format, k_scale)
+        if cache is not None:
+            device = cache.device
+            reasons.need(
+                kv_c.device == device, "kv_c", f"device {kv_c.device}", f"{device}, that of the cache"
+            )
+            contract.check_slots(reasons, slot_mapping, cache, kv_c.shape[0], check)
+    reasons.raise_if_any()
+    assert cache is not None
+    problem = _facts("write_cache", kv_c, cache, num_heads=1)
+    choice = select.choose(problem, plans.machine_of(kv_c.device), backend)
+    plans.module_of(choice).write_cache(contract.WriteArgs(kv_c, k_pe, cache, slot_mapping))
+
+
+def index_topk(
+    q: Tensor,
+    weights: Tensor,
+    index_cache: Tensor | KVCache,
+    *,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    topk: int,
+    qo_indptr: Tensor | None = None,
+    kv_format: str | None = None,
+    out: Tensor | None = None,
+    backend: str = "auto",
+    check: bool = False,
+) -> Tensor:
+    """Choose each query token's `topk` keys by the DSA index score, sum over heads of weight * relu(q·k).
+
+    Args:
+        q: [T, H, D] fp32, bf16 or fp16 index queries; H index heads of width D.
+        weights: [T, H] fp32, may be negative. Every constant factor of the model is already in them.
+        index_cache: [num_blocks, block_size, row] index keys of width D, or a KVCache.
+        block_table: [B, max_blocks] int32. Pages past seq_lens are never read.
+        seq_lens: [B] int32 tokens. Includes the tokens of this call.
+        topk: K.
+        qo_indptr: [B + 1] int32. None: one token a sequence.
+        kv_format: "index_k" or another row of KV_FORMATS. None: the cache's dtype says it.
+        out: [T, K] int32 to write into.
+        backend: A registry name, or "auto" for the first that accepts. Never falls back.
+        check: Read device tensors back to check their values; this syncs.
+
+    Returns:
+        [T, K] int32 token ids within the sequence, the highest score first; of equal scores the earlier token,
+        NaN after everything else. -1 after the last visible key; a row that sees nothing is all -1.
+
+    Raises:
+        InvalidInput: an argument contradicts another one.
+        NoBackend: nothing, or not the named backend, takes this call; the message gives every reason.
+
+    Source: DeepSeek-V3.2, arXiv 2512.02556, section 2. `reference.index_topk` is the definition.
+    """
+    reasons = Reasons("index_topk")
+    reasons.need(isinstance(topk, int) and topk > 0, "topk", topk, "at least 1")
+    cache = batch = None
+    if contract.check_tensor(reasons, "q", q, (None, None, None), contract.Q_DTYPES):
+        tokens, heads, width = q.shape
+        contract.check_tensor(
+            reasons, "weights", weights, (tokens, heads), (torch.float32,), q.device, "T, H from q"
+        )
+        reasons.need(heads > 0, "num_heads", heads, "at least 1")
+        cache = plans.opened(reasons, index_cache, width, 0, kv_format, None)
+        if cache is not None:
+            reasons.need(
+                cache.device == q.device, "index_cache", f"device {cache.device}", f"{q.device}, that of q"
+            )
+            batch = contract.check_batch(
+                reasons,
+                block_table=block_table,
+                seq_lens=seq_lens,
+                qo_indptr=qo_indptr,
+                block_size=cache.block_size,
+                num_blocks=cache.num_blocks,
+                causal=True,
+                num_tokens=tokens,
+                max_q_len=None if qo_indptr is None or contract.on_host(qo_indptr) else tokens,
+                check=check,
+            )
+        if out is not None:
+            contract.check_tensor(
+                reasons, "out", out, (tokens, topk), (torch.int32,), q.device, "T from q, topk"
+            )
+    reasons.raise_if_any()
+    assert cache is not None and batch is not None
+    facts = _facts("index_topk", q, cache, num_heads=q.shape[1])
+    problem = replace(facts, topk=topk, q_len=batch.max_q_len, features=plans.features(batch))
+    choice = select.choose(problem, plans.machine_of(q.device), backend)
+    module = plans.module_of(choice)
+    state = module.plan_index_topk(batch, problem, choice.machine, choice.knobs)
+    out = torch.empty((q.shape[0], topk), dtype=torch.int32, device=q.device) if out is None else out
+    module.index_topk(contract.IndexArgs(q, weights, cache, topk, out), state)
+    return out
+
+
+def explain(problem: Problem, machine: Machine | None = None) -> tuple[select.Verdict, ...]:
+    """Say what every backend would do with a problem, and why, without running anything.
+
+    Args:
+        problem: The facts of a call.
+        machine: A chip, such as `machine_named("gfx942")`. None: the default device of this process.
+
+    Returns:
+        One verdict a backend, in order of preference, each with all of its reasons.
+    """
+    return select.explain(problem, machine or plans.machine_of(torch.device("cpu")))
+
+
+def _cache_of(
+    reasons: Reasons,
+    ql_nope: Tensor,
+    q_pe: Tensor,
+    kv_cache: Tensor | KVCache,
+    kv_format: str | None,
+    k_scale: Tensor | None,
+) -> KVCache | None:
+    sized = contract.check_tensor(reasons, "ql_nope", ql_nope, (None, None, None), contract.Q_DTYPES)
+    sized &= contract.check_tensor(reasons, "q_pe", q_pe, (None, None, None), contract.Q_DTYPES)
+    if not sized:
+        return None
+    return plans.opened(reasons, kv_cache, ql_nope.shape[-1], q_pe.shape[-1], kv_format, k_scale)
+
+
+def _facts(op: str, like: Tensor, cache: KVCache, *, num_heads: int) -> Problem:
+    return Problem(
+        op=op,
+        q_dtype=canonical_name(str(like.dtype)),
+        kv_format=cache.format.name,
+        num_heads=num_heads,
+        kv_lora_rank=cache.kv_lora_rank,
+        qk_rope_head_dim=cache.qk_rope_head_dim,
+        block_size=cache.block_size,
+    )

@@ -1,0 +1,26 @@
+"""Fresh memory is poisoned, so a row that a kernel does not write is seen."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+_FRESH = {"empty": torch.empty, "empty_like": torch.empty_like, "empty_strided": torch.empty_strided}
+
+
+def _poisoned(allocate):
+    def allocate_poisoned(*args, **kwargs):
+        tensor = allocate(*args, **kwargs)
+        if tensor.is_floating_point() and not torch.compiler.is_compiling() and type(tensor) is torch.Tensor:
+            tensor.view(torch.uint8).fill_(0xFF) if tensor.dtype.itemsize == 1 else tensor.fill_(float("nan"))
+        return tensor
+
+    return allocate_poisoned
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Fill what torch.empty and its kin return with NaN."""
+    for name, allocate in _FRESH.items():
+        monkeypatch.setattr(torch, name, _poisoned(allocate))
+    yield
