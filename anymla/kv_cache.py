@@ -1,30 +1,31 @@
-"""KV_FORMATS: how one token's latent and RoPE part lie in a paged cache; write, read, convert, calibrate, tag.
+"""KV_FORMATS: how one token lies in a paged cache; and the cache: write, read, convert, calibrate, tag.
 
 L = kv_lora_rank, R = qk_rope_head_dim, S new tokens. A slot is page * block_size + position in the page.
-Stored fp8 values are `round(fp32(x / scale))`, to nearest even, clamped to the format's largest value: +-inf
-saturates, NaN stays NaN. bf16, fp16 and fp32 parts are plain IEEE casts and keep +-inf.
+A stored fp8 value is x / scale in fp32, clamped to the largest finite value and rounded to nearest, ties to even:
+±inf saturates, NaN stays NaN. bf16, fp16 and fp32 parts are IEEE casts and keep ±inf. A scale in a row is the
+largest magnitude that it covers over the largest stored value, NaN left out.
 """
 
 import math
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from anymla.errors import InvalidInput, Reasons
+from anymla.errors import Reasons
 from anymla.problem import KV_FORMAT_NAMES, canonical_name
 
 _FN, _FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
 _FP8 = (_FN, _FNUZ)
-_FP32_TINY = torch.finfo(torch.float32).tiny
+_FP32 = torch.finfo(torch.float32)
 
-# An e4m3 byte, sign-extended to int16, times 128, without bit 14 is an fp16 that is smaller by this power of two.
+# An e4m3 byte, sign-extended to int16, times 128, without bit 14, is an fp16 that is this many times too small.
 _FP16_RATIO = {_FN: 256.0, _FNUZ: 128.0}
-_FP16_NAN_CODES = {_FN: (0x3F80, 0x3F80 - 0x8000), _FNUZ: (-0x8000,)}
 
-_CONVERT_BYTES = 1 << 24
-"""Scratch of a conversion, about, in bytes of values."""
+_CHUNK = 1 << 19
+"""Values that are converted at a time: large enough to hide the calls, small enough for the second-level cache."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,22 @@ KV_FORMATS = {
 assert tuple(KV_FORMATS) == KV_FORMAT_NAMES
 
 _OF_DTYPE = {row.dtype: name for name, row in KV_FORMATS.items() if row.dtype != torch.uint8}
+
+
+class DequantScratch(NamedTuple):
+    """Memory that `KVCache.dequantise` works in, so that it allocates nothing.
+
+    Attributes:
+        bits: [n, values of a token in fp8] int16.
+        scales: [n, tiles] fp32.
+    """
+
+    bits: Tensor
+    scales: Tensor
+
+    def first(self, num_tokens: int) -> "DequantScratch":
+        """That of the first tokens, a view."""
+        return DequantScratch(self.bits[:num_tokens], self.scales[:num_tokens])
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,12 +308,21 @@ class KVCache:
             return torch.cat([values[page, position], scales[page, position]], dim=-1)
         return self.storage[page, position]
 
-    def dequantise(self, raw: Tensor, out: Tensor) -> None:
+    def dequant_scratch(self, num_tokens: int) -> DequantScratch:
+        """What `dequantise` or `dequantise_pages` of so many tokens needs; of width 0 where it needs nothing."""
+        row = self.format
+        values = self.kv_lora_rank if row.tile else self.width if row.scaled else 0
+        bits = torch.empty((num_tokens, values), dtype=torch.int16, device=self.device)
+        tiles = row.num_tiles(self.kv_lora_rank)
+        return DequantScratch(bits, torch.empty((num_tokens, tiles), dtype=torch.float32, device=self.device))
+
+    def dequantise(self, raw: Tensor, out: Tensor, scratch: DequantScratch | None = None) -> None:
         """Write the values of stored rows into `out`.
 
         Args:
             raw: [n, row_width], token by token as `gather` gives them, format.storage_dtype or format.dtype.
             out: [n, L + R] fp32 or fp64; fp64 is exact.
+            scratch: From `dequant_scratch(n)`, used on the CPU. None: it is allocated.
         """
         row, width = self.format, self.kv_lora_rank
         if not row.tile:
@@ -304,31 +330,32 @@ class KVCache:
                 out.copy_(raw)
                 return
             assert self.scale is not None
-            _fp8_values(raw.view(torch.uint8), row.value_dtype, self.scale, out)
+            _fp8_values(raw.view(torch.uint8), row.value_dtype, self.scale, out, scratch)
             return
         tiles = row.num_tiles(width)
-        scales = raw[:, width : width + 4 * tiles].contiguous().view(torch.float32).unsqueeze(-1)
         _fp8_values(
             raw[:, :width].unflatten(1, (tiles, -1)),
             row.value_dtype,
-            scales,
+            raw[:, width : width + 4 * tiles].view(torch.float32).unsqueeze(-1),
             out[:, :width].unflatten(1, (tiles, -1)),
+            scratch,
         )
         if self.qk_rope_head_dim:
-            out[:, width:] = raw[:, width + 4 * tiles :].contiguous().view(torch.bfloat16)
+            out[:, width:] = raw[:, width + 4 * tiles :].view(torch.bfloat16)
 
-    def dequantise_pages(self, pages: Tensor, out: Tensor) -> None:
+    def dequantise_pages(self, pages: Tensor, out: Tensor, scratch: DequantScratch | None = None) -> None:
         """Write the values of whole pages into `out`.
 
         Args:
             pages: [p, block_size, row_width], such as `storage.index_select(0, ids)`.
             out: [p, block_size, L + R] fp32 or fp64.
+            scratch: From `dequant_scratch(p * block_size)`, used on the CPU. None: it is allocated.
         """
         if self.format.block_flat:
             values, scales = _split_flat(pages.view(torch.uint8), self.kv_lora_rank)
-            _fp8_values(values, self.format.value_dtype, scales.contiguous().view(torch.float32), out)
+            _fp8_values(values, self.format.value_dtype, scales.view(torch.float32), out, scratch)
         else:
-            self.dequantise(pages.flatten(0, 1), out.view(-1, self.width))
+            self.dequantise(pages.flatten(0, 1), out.view(-1, self.width), scratch)
 
     def read(self, slots: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values of some tokens.
@@ -506,7 +533,7 @@ def convert(cache: KVCache, kv_format: str, *, scale: Tensor | float | None = No
         device=cache.device,
     )
     slots = torch.arange(cache.num_blocks * cache.block_size, device=cache.device)
-    for part in slots.split(max(1, _CONVERT_BYTES // (4 * cache.width))):
+    for part in slots.split(max(1, _CHUNK // cache.width)):
         if twin:
             raw = cache.gather(part)
             values = cache.width if target.scaled else width
@@ -557,7 +584,7 @@ def calibrate_scale(kv_c: Tensor, k_pe: Tensor, kv_format: str, *, margin: float
             largest = torch.maximum(largest, amax)
     reasons.raise_if_any()
     assert row is not None
-    found = (largest * margin / row.largest).clamp(min=_FP32_TINY)
+    found = (largest * margin / row.largest).clamp(min=_FP32.tiny)
     return torch.where(largest > 0, found, 1.0).reshape(1)
 
 
@@ -702,7 +729,7 @@ def _tile_scales(tiles: Tensor, dtype: torch.dtype) -> Tensor:
     # The power of two at which the largest stored value is still finite in fp32.
     most = 2.0 ** (127 - math.floor(math.log2(largest)))
     amax = tiles.abs().nan_to_num_(nan=0.0).amax(-1, keepdim=True)
-    return (amax / largest).clamp_(_FP32_TINY, most)
+    return (amax / largest).clamp_(_FP32.tiny, most)
 
 
 def _to_fp8(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -711,17 +738,42 @@ def _to_fp8(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.clamp_(-largest, largest).to(dtype).view(torch.uint8)
 
 
-def _fp8_values(raw: Tensor, dtype: torch.dtype, scale: Tensor, out: Tensor) -> None:
+def _fp8_values(
+    raw: Tensor, dtype: torch.dtype, scale: Tensor, out: Tensor, scratch: DequantScratch | None
+) -> None:
     """out = fp8 bytes `raw` times `scale`, which broadcasts."""
     if raw.device.type != "cpu":
         torch.mul(raw.view(dtype).to(out.dtype), scale.to(out.dtype), out=out)
         return
+    if scratch is None:
+        bits, scales = torch.empty(raw.shape, dtype=torch.int16), None
+    else:
+        bits, scales = (
+            scratch.bits.view(raw.shape),
+            scratch.scales.view(scale.shape) if scale.dim() > 1 else None,
+        )
+    if _has_nan(raw, dtype, bits):
+        out.copy_(raw.view(dtype))
+        out.mul_(scale.to(out.dtype))
+        return
     # torch's own cast of float8 runs one element at a time on CPUs without AVX-512: five times slower than this.
-    bits = raw.view(torch.int8).to(torch.int16).mul_(128).bitwise_and_(-0x4001)
-    for code in _FP16_NAN_CODES[dtype]:
-        bits.masked_fill_(bits == code, 0x7E00)
+    bits.copy_(raw.view(torch.int8))
+    bits.mul_(128).bitwise_and_(-0x4001)
     out.copy_(bits.view(torch.float16))
-    out.mul_(scale.to(out.dtype) * _FP16_RATIO[dtype])
+    if scales is not None and out.dtype == torch.float32:
+        out.mul_(torch.mul(scale, _FP16_RATIO[dtype], out=scales))
+    else:
+        out.mul_(scale.to(out.dtype) * _FP16_RATIO[dtype])
+
+
+def _has_nan(raw: Tensor, dtype: torch.dtype, scratch: Tensor) -> bool:
+    """Whether one of these fp8 bytes is a NaN; `scratch` has the shape of `raw` and at least its bytes."""
+    if not raw.numel():
+        return False
+    if dtype == _FNUZ:
+        return int(raw.view(torch.int8).amin()) == -128
+    size = scratch.view(-1).view(torch.uint8)[: raw.numel()].view(raw.shape)
+    return int(torch.bitwise_and(raw, 0x7F, out=size).amax()) == 0x7F
 
 
 def _word(dtype: torch.dtype) -> str:
