@@ -1,0 +1,339 @@
+"""Every refusal of a wrong call, by its words; nothing is written, and nothing on a device is read back."""
+
+import pytest
+import torch
+
+import anymla
+from anymla import Batch, InvalidInput, KVCache
+
+
+def step(**changes):
+    """A right decode of two sequences, 5 and 3 tokens long, pages of 4, as keyword arguments."""
+    call = {
+        "ql_nope": torch.zeros(2, 3, 8),
+        "q_pe": torch.zeros(2, 3, 4),
+        "kv_cache": torch.zeros(4, 4, 12),
+        "block_table": torch.tensor([[0, 1], [2, -7]], dtype=torch.int32),
+        "seq_lens": torch.tensor([5, 3], dtype=torch.int32),
+        "sm_scale": 0.25,
+    }
+    return call | changes
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+WRONG_DECODES = {
+    "heads": (
+        {"ql_nope": torch.zeros(2, 0, 8), "q_pe": torch.zeros(2, 0, 4)},
+        "num_heads got 0; needs at least 1",
+    ),
+    "q axes": ({"ql_nope": torch.zeros(2, 8)}, r"ql_nope got shape \(2, 8\); needs \(any, any, any\)"),
+    "q dtype": (
+        {"ql_nope": torch.zeros(2, 3, 8, dtype=torch.float64)},
+        "ql_nope got dtype float64; needs float32 or bfloat16 or float16",
+    ),
+    "not a tensor": ({"ql_nope": [1.0]}, "ql_nope got list; needs a torch.Tensor"),
+    "q_pe of other tokens": (
+        {"q_pe": torch.zeros(1, 3, 4)},
+        r"q_pe got shape \(1, 3, 4\); needs \(2, 3, 4\)",
+    ),
+    "q_pe of other dtype": (
+        {"q_pe": torch.zeros(2, 3, 4, dtype=torch.bfloat16)},
+        "q_pe got dtype bfloat16; needs float32",
+    ),
+    "row width": ({"kv_cache": torch.zeros(4, 4, 13)}, "13"),
+    "cache dtype": ({"kv_cache": torch.zeros(4, 4, 12, dtype=torch.int8)}, "int8"),
+    "raw bytes without a format": ({"kv_cache": torch.zeros(4, 4, 12, dtype=torch.uint8)}, "kv_format"),
+    "unknown format": ({"kv_format": "fp7"}, "fp7"),
+    "another format": ({"kv_format": "bf16"}, "bf16"),
+    "fp8 without a scale": ({"kv_cache": torch.zeros(4, 4, 12).to(torch.float8_e4m3fn)}, "scale"),
+    "scale of zero": (
+        {"kv_cache": torch.zeros(4, 4, 12).to(torch.float8_e4m3fn), "k_scale": torch.zeros(1)},
+        "scale",
+    ),
+    "scale of NaN": (
+        {
+            "kv_cache": torch.zeros(4, 4, 12).to(torch.float8_e4m3fn),
+            "k_scale": torch.full((1,), float("nan")),
+        },
+        "scale",
+    ),
+    "scale without fp8": ({"k_scale": torch.ones(1)}, "scale"),
+    "table rows": (
+        {"block_table": torch.zeros(1, 2, dtype=torch.int32)},
+        r"block_table got shape \(1, 2\); needs \(2, any\)",
+    ),
+    "table dtype": (
+        {"block_table": torch.zeros(2, 2, dtype=torch.int64)},
+        "block_table got dtype int64; needs int32",
+    ),
+    "page past the cache": (
+        {"block_table": torch.tensor([[0, 4], [2, 9]], dtype=torch.int32)},
+        r"block_table got 4 at \[0, 1\]; needs 0 to 3",
+    ),
+    "page below the cache": (
+        {"block_table": torch.tensor([[-1, 1], [2, 9]], dtype=torch.int32)},
+        r"block_table got -1 at \[0, 0\]",
+    ),
+    "length past the table": (
+        {"seq_lens": ints(9, 3)},
+        "seq_lens got 9 at 0; needs 0 to 8, the pages of block_table",
+    ),
+    "negative length": ({"seq_lens": ints(5, -1)}, "seq_lens got -1 at 1; needs 0 to 8"),
+    "lengths dtype": ({"seq_lens": torch.tensor([5, 3])}, "seq_lens got dtype int64; needs int32"),
+    "indptr does not start at 0": ({"qo_indptr": ints(1, 1, 2)}, "qo_indptr got first value 1; needs 0"),
+    "indptr decreases": (
+        {"qo_indptr": ints(0, 2, 1)},
+        "qo_indptr got 1 after 2 at 2; needs values that do not decrease",
+    ),
+    "indptr past the queries": ({"qo_indptr": ints(0, 1, 3)}, "qo_indptr got last value 3; needs at most 2"),
+    "indptr size": ({"qo_indptr": ints(0, 2)}, r"qo_indptr got shape \(2,\); needs \(3,\)"),
+    "no scale": ({"sm_scale": None}, "sm_scale got None; needs a positive finite number"),
+    "scale of infinity": ({"sm_scale": float("inf")}, "sm_scale got inf"),
+    "negative scale": ({"sm_scale": -0.1}, "sm_scale got -0.1"),
+    "sinks of other heads": (
+        {"sinks": torch.zeros(4)},
+        r"sinks got shape \(4,\); needs \(3,\), H from the queries",
+    ),
+    "sinks dtype": (
+        {"sinks": torch.zeros(3, dtype=torch.bfloat16)},
+        "sinks got dtype bfloat16; needs float32",
+    ),
+    "sinks with a stride": ({"sinks": torch.zeros(6)[::2]}, "sinks got stride 2; needs contiguous memory"),
+    "out of other shape": ({"out": torch.zeros(2, 3, 9)}, r"out got shape \(2, 3, 9\); needs \(2, 3, 8\)"),
+    "out that shares memory": (
+        {"out": torch.zeros(1, 3, 8).expand(2, 3, 8)},
+        r"out got strides \(0, 8, 1\); needs memory of its own",
+    ),
+    "lse not asked for": ({"lse": torch.zeros(2, 3)}, "lse got a tensor; needs return_lse=True"),
+    "backend unknown": ({"backend": "cudnn"}, "backend got 'cudnn'; needs one of auto, "),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), WRONG_DECODES.values(), ids=list(WRONG_DECODES))
+def test_a_wrong_decode_is_refused_in_words(changes, words) -> None:
+    call = step(**changes)
+    out = call.setdefault("out", torch.full((2, 3, 8), 7.0))
+    before = out.clone()
+    with pytest.raises((InvalidInput, anymla.UnknownBackend), match=words):
+        anymla.decode(**call)
+    assert torch.equal(out, before)
+
+
+def test_all_reasons_come_at_once() -> None:
+    with pytest.raises(InvalidInput) as refusal:
+        anymla.decode(
+            **step(sm_scale=0.0, sinks=torch.zeros(4), seq_lens=ints(9, 3), qo_indptr=ints(0, 1, 3))
+        )
+    named = [reason.split()[0] for reason in refusal.value.reasons]
+    assert named == ["sm_scale", "sinks", "qo_indptr", "seq_lens"]
+
+
+def test_a_length_at_the_edge_of_the_table_is_taken() -> None:
+    table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    out, _ = anymla.decode(**step(seq_lens=ints(8, 0), block_table=table))
+    assert out.shape == (2, 3, 8)
+
+
+WRONG_SPARSE = {
+    "index below -1": ({"indices": ints(-2, 0).view(2, 1)}, "indices got -2; needs -1"),
+    "index past the cache": ({"indices": ints(16, 0).view(2, 1)}, "indices got 16; needs less than 16"),
+    "rows": (
+        {"indices": torch.zeros(3, 1, dtype=torch.int32)},
+        r"indices got shape \(3, 1\); needs \(2, any\)",
+    ),
+    "dtype": ({"indices": torch.zeros(2, 1, dtype=torch.int64)}, "indices got dtype int64; needs int32"),
+    "counts past the columns": ({"counts": ints(2, 0)}, "counts got 0 to 2; needs 0 to 1"),
+    "counts rows": ({"counts": ints(1)}, r"counts got shape \(1,\); needs \(2,\)"),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), WRONG_SPARSE.values(), ids=list(WRONG_SPARSE))
+def test_a_wrong_sparse_decode_is_refused_in_words(changes, words) -> None:
+    call = {k: v for k, v in step().items() if k not in ("block_table", "seq_lens")}
+    call |= {"indices": torch.zeros(2, 1, dtype=torch.int32)} | changes
+    with pytest.raises(InvalidInput, match=words):
+        anymla.sparse_decode(**call)
+
+
+def new_tokens(**changes):
+    """A right prefill of 2 and 1 new tokens without context."""
+    call = {
+        "q_nope": torch.zeros(3, 2, 6),
+        "q_pe": torch.zeros(3, 2, 4),
+        "kv_c": torch.zeros(3, 8),
+        "k_pe": torch.zeros(3, 4),
+        "w_uk": torch.zeros(2, 6, 8),
+        "w_uv": torch.zeros(2, 8, 5),
+        "qo_indptr": ints(0, 2, 3),
+        "sm_scale": 0.25,
+    }
+    return call | changes
+
+
+WRONG_PREFILLS = {
+    "w_uk transposed": ({"w_uk": torch.zeros(2, 8, 6)}, r"w_uk got shape \(2, 8, 6\); needs \(2, 6, 8\)"),
+    "tokens differ": ({"kv_c": torch.zeros(4, 8)}, r"kv_c got shape \(4, 8\); needs \(3, 8\)"),
+    "half a context": (
+        {"kv_cache": torch.zeros(4, 4, 12)},
+        "context got kv_cache; needs block_table, seq_lens too",
+    ),
+    "lengths below the new tokens": (
+        {
+            "kv_cache": torch.zeros(4, 4, 12),
+            "block_table": torch.zeros(2, 1, dtype=torch.int32),
+            "seq_lens": ints(1, 1),
+        },
+        "seq_lens got 1 at 0; needs 2 to 6, the pages of block_table and the new tokens",
+    ),
+    "no scale": ({"sm_scale": float("nan")}, "sm_scale got nan"),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), WRONG_PREFILLS.values(), ids=list(WRONG_PREFILLS))
+def test_a_wrong_prefill_is_refused_in_words(changes, words) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        anymla.prefill(**new_tokens(**changes))
+
+
+WRONG_WRITES = {
+    "slot past the cache": (
+        {"slot_mapping": torch.tensor([0, 16])},
+        "slot_mapping got 16; needs less than 16",
+    ),
+    "slot below -1": ({"slot_mapping": torch.tensor([0, -2])}, "slot_mapping got -2; needs -1"),
+    "slot twice": (
+        {"slot_mapping": torch.tensor([3, 3])},
+        "slot_mapping got 1 slots twice; needs each slot once",
+    ),
+    "slots dtype": ({"slot_mapping": ints(0, 1)}, "slot_mapping got dtype int32; needs int64"),
+    "slots size": ({"slot_mapping": torch.tensor([0])}, r"slot_mapping got shape \(1,\); needs \(2,\)"),
+    "row width": ({"k_pe": torch.zeros(2, 5)}, "12"),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), WRONG_WRITES.values(), ids=list(WRONG_WRITES))
+def test_a_wrong_write_is_refused_and_writes_nothing(changes, words) -> None:
+    cache = torch.full((4, 4, 12), 7.0)
+    call = {
+        "kv_c": torch.zeros(2, 8),
+        "k_pe": torch.zeros(2, 4),
+        "slot_mapping": torch.tensor([0, 1]),
+    } | changes
+    with pytest.raises(InvalidInput, match=words):
+        anymla.write_cache(kv_cache=cache, **call)
+    assert torch.equal(cache, torch.full_like(cache, 7.0))
+
+
+def test_skipped_slots_may_repeat() -> None:
+    cache = torch.full((4, 4, 12), 7.0)
+    anymla.write_cache(torch.zeros(3, 8), torch.zeros(3, 4), cache, torch.tensor([-1, 5, -1]))
+    assert torch.equal(cache.view(16, 12)[5], torch.zeros(12)) and cache.sum() == 7.0 * 15 * 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"topk": 0}, "topk got 0; needs at least 1"),
+        ({"weights": torch.zeros(2, 2)}, r"weights got shape \(2, 2\); needs \(2, 3\)"),
+        ({"weights": torch.zeros(2, 3, dtype=torch.bfloat16)}, "weights got dtype bfloat16; needs float32"),
+        ({"out": torch.zeros(2, 5, dtype=torch.int32)}, r"out got shape \(2, 5\); needs \(2, 4\)"),
+    ],
+    ids=["topk", "weights shape", "weights dtype", "out shape"],
+)
+def test_a_wrong_top_k_is_refused_in_words(changes, words) -> None:
+    call = {
+        "q": torch.zeros(2, 3, 8),
+        "weights": torch.zeros(2, 3),
+        "index_cache": torch.zeros(4, 4, 8),
+        "block_table": torch.tensor([[0, 1], [2, -7]], dtype=torch.int32),
+        "seq_lens": ints(5, 3),
+        "topk": 4,
+    }
+    with pytest.raises(InvalidInput, match=words):
+        anymla.index_topk(**(call | changes))
+
+
+def test_a_plan_refuses_what_it_was_not_made_for() -> None:
+    batch = Batch.of(
+        seq_lens=ints(5, 3), block_table=torch.tensor([[0, 1], [2, 3]], dtype=torch.int32), block_size=4
+    )
+    plan = anymla.plan_decode(
+        batch, num_heads=3, kv_lora_rank=8, qk_rope_head_dim=4, q_dtype=torch.float32, kv_format="fp32"
+    )
+    call = {k: v for k, v in step().items() if k not in ("block_table", "seq_lens")}
+    for changes, words in [
+        ({"sinks": torch.zeros(3)}, "sinks got a tensor; needs None, as planned; plan again with sinks=True"),
+        (
+            {"return_lse": True},
+            "return_lse got True; needs False, as planned; plan again with return_lse=True",
+        ),
+        ({"kv_cache": torch.zeros(2, 8, 12)}, "block_size got 8; needs 4, as planned"),
+        ({"ql_nope": torch.zeros(2, 5, 8), "q_pe": torch.zeros(2, 5, 4)}, r"ql_nope got shape \(2, 5, 8\)"),
+    ]:
+        with pytest.raises(InvalidInput, match=words):
+            plan.run(**(call | changes))
+
+
+def test_an_update_stays_within_the_plan() -> None:
+    table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    batch = Batch.of(seq_lens=ints(5, 3), block_table=table, block_size=4, max_seq_len=6)
+    plan = anymla.plan_decode(
+        batch, num_heads=3, kv_lora_rank=8, qk_rope_head_dim=4, q_dtype=torch.float32, kv_format="fp32"
+    )
+    plan.update(Batch.of(seq_lens=ints(6, 1), block_table=table, block_size=4))
+    with pytest.raises(InvalidInput, match="max_seq_len got 7; needs at most 6, as planned"):
+        plan.update(Batch.of(seq_lens=ints(7, 1), block_table=table, block_size=4))
+    with pytest.raises(InvalidInput, match="seq_lens got 1 sequences; needs 2, as planned"):
+        plan.update(Batch.of(seq_lens=ints(6), block_table=table[:1], block_size=4))
+
+
+def test_a_tagged_cache_is_not_opened_as_something_else() -> None:
+    cache = KVCache.allocate(
+        4, 4, kv_lora_rank=8, qk_rope_head_dim=4, kv_format="fp8_e4m3fnuz", scale=torch.ones(1)
+    )
+    call = step(kv_cache=cache)
+    anymla.decode(**call)
+    with pytest.raises(
+        InvalidInput, match=r"kv_cache got tag anymla-kv/1 fp8_e4m3fnuz .*; needs format fp8_e4m3fn"
+    ):
+        anymla.decode(**call, kv_format="fp8_e4m3fn")
+    with pytest.raises(InvalidInput, match="k_scale got a tensor; needs None: the KVCache carries its scale"):
+        anymla.decode(**call, k_scale=torch.ones(1))
+    with pytest.raises(InvalidInput, match="needs L=9 R=4"):
+        anymla.decode(**(call | {"ql_nope": torch.zeros(2, 3, 9)}))
+
+
+class TestOnADevice:
+    """Meta tensors have no values: whoever reads one back fails."""
+
+    def on_device(self, **changes):
+        return {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in step(**changes).items()}
+
+    def test_a_batch_needs_no_values(self) -> None:
+        call = self.on_device()
+        batch = Batch.of(seq_lens=call["seq_lens"], block_table=call["block_table"], block_size=4)
+        assert (batch.seq_lens_host, batch.max_seq_len, batch.max_q_len, batch.num_tokens) == (None, 8, 1, 2)
+
+    def test_lengths_that_the_host_knows_are_checked(self) -> None:
+        call = self.on_device()
+        with pytest.raises(InvalidInput, match="seq_lens got 9 at 0; needs 0 to 8"):
+            Batch.of(
+                seq_lens=call["seq_lens"], block_table=call["block_table"], block_size=4, seq_lens_host=[9, 3]
+            )
+
+    def test_offsets_that_nobody_knows_need_bounds(self) -> None:
+        call = self.on_device()
+        with pytest.raises(InvalidInput, match=r"num_tokens got None.*max_q_len got None"):
+            Batch.of(
+                seq_lens=call["seq_lens"],
+                block_table=call["block_table"],
+                qo_indptr=torch.zeros(3, dtype=torch.int32, device="meta"),
+                block_size=4,
+            )
+
+    def test_devices_must_agree(self) -> None:
+        with pytest.raises(InvalidInput, match="kv_cache got device cpu; needs meta, that of the queries"):
+            anymla.decode(**self.on_device() | {"kv_cache": torch.zeros(4, 4, 12)})
