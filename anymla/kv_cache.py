@@ -76,6 +76,13 @@ class KVFormat:
         """Cache bytes of one token, such as 1152 for bf16 at 512/64."""
         return self.row_width(kv_lora_rank, qk_rope_head_dim) * self.dtype.itemsize
 
+    def dequant_scratch(self, num_tokens: int, kv_lora_rank: int, qk_rope_head_dim: int) -> "DequantScratch":
+        """CPU memory to dequantise so many tokens in; of width 0 where none is needed."""
+        fp8 = kv_lora_rank if self.tile else kv_lora_rank + qk_rope_head_dim if self.scaled else 0
+        bits = torch.empty((num_tokens, fp8), dtype=torch.int16)
+        tiles = self.num_tiles(kv_lora_rank)
+        return DequantScratch(bits, torch.empty((num_tokens, tiles), dtype=torch.float32))
+
     def refusal(self, kv_lora_rank: int, qk_rope_head_dim: int) -> str | None:
         """Why this format cannot store rows of these widths, or None if it can."""
         reasons = []
@@ -130,7 +137,7 @@ _OF_DTYPE = {row.dtype: name for name, row in KV_FORMATS.items() if row.dtype !=
 
 
 class DequantScratch(NamedTuple):
-    """Memory that `KVCache.dequantise` works in, so that it allocates nothing.
+    """Memory that `KVCache.dequantise` works in, so that it allocates nothing that grows with the tokens.
 
     Attributes:
         bits: [n, values of a token in fp8] int16.
@@ -308,21 +315,13 @@ class KVCache:
             return torch.cat([values[page, position], scales[page, position]], dim=-1)
         return self.storage[page, position]
 
-    def dequant_scratch(self, num_tokens: int) -> DequantScratch:
-        """What `dequantise` or `dequantise_pages` of so many tokens needs; of width 0 where it needs nothing."""
-        row = self.format
-        values = self.kv_lora_rank if row.tile else self.width if row.scaled else 0
-        bits = torch.empty((num_tokens, values), dtype=torch.int16, device=self.device)
-        tiles = row.num_tiles(self.kv_lora_rank)
-        return DequantScratch(bits, torch.empty((num_tokens, tiles), dtype=torch.float32, device=self.device))
-
     def dequantise(self, raw: Tensor, out: Tensor, scratch: DequantScratch | None = None) -> None:
         """Write the values of stored rows into `out`.
 
         Args:
             raw: [n, row_width], token by token as `gather` gives them, format.storage_dtype or format.dtype.
             out: [n, L + R] fp32 or fp64; fp64 is exact.
-            scratch: From `dequant_scratch(n)`, used on the CPU. None: it is allocated.
+            scratch: From `format.dequant_scratch`, of n tokens, used on the CPU. None: it is allocated.
         """
         row, width = self.format, self.kv_lora_rank
         if not row.tile:
@@ -349,7 +348,7 @@ class KVCache:
         Args:
             pages: [p, block_size, row_width], such as `storage.index_select(0, ids)`.
             out: [p, block_size, L + R] fp32 or fp64.
-            scratch: From `dequant_scratch(p * block_size)`, used on the CPU. None: it is allocated.
+            scratch: Likewise, of p * block_size tokens.
         """
         if self.format.block_flat:
             values, scales = _split_flat(pages.view(torch.uint8), self.kv_lora_rank)
@@ -745,13 +744,7 @@ def _fp8_values(
     if raw.device.type != "cpu":
         torch.mul(raw.view(dtype).to(out.dtype), scale.to(out.dtype), out=out)
         return
-    if scratch is None:
-        bits, scales = torch.empty(raw.shape, dtype=torch.int16), None
-    else:
-        bits, scales = (
-            scratch.bits.view(raw.shape),
-            scratch.scales.view(scale.shape) if scale.dim() > 1 else None,
-        )
+    bits = torch.empty(raw.shape, dtype=torch.int16) if scratch is None else scratch.bits.view(raw.shape)
     if _has_nan(raw, dtype, bits):
         out.copy_(raw.view(dtype))
         out.mul_(scale.to(out.dtype))
@@ -760,8 +753,8 @@ def _fp8_values(
     bits.copy_(raw.view(torch.int8))
     bits.mul_(128).bitwise_and_(-0x4001)
     out.copy_(bits.view(torch.float16))
-    if scales is not None and out.dtype == torch.float32:
-        out.mul_(torch.mul(scale, _FP16_RATIO[dtype], out=scales))
+    if scratch is not None and scale.dim() > 1 and out.dtype == torch.float32:
+        out.mul_(torch.mul(scale, _FP16_RATIO[dtype], out=scratch.scales.view(scale.shape)))
     else:
         out.mul_(scale.to(out.dtype) * _FP16_RATIO[dtype])
 
