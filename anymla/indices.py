@@ -1,0 +1,91 @@
+"""Sparse indices: from token ids within a sequence, as an indexer gives them, to slots of the cache."""
+
+import torch
+from torch import Tensor
+
+from anymla.contract import check_tensor, on_host
+from anymla.errors import Reasons
+
+INT32_MAX = torch.iinfo(torch.int32).max
+
+
+def to_slots(indices: Tensor, block_table: Tensor, qo_indptr: Tensor | None, block_size: int) -> Tensor:
+    """Turn token ids that count from the start of each row's sequence into slots of the paged cache.
+
+    Args:
+        indices: [T, K] int32 token ids. -1 is no key.
+        block_table: [B, max_blocks] int32 page ids; only the pages of the tokens named are read.
+        qo_indptr: [B + 1] int32 query token offsets. None: one token a sequence.
+        block_size: Tokens a page.
+
+    Returns:
+        [T, K] int32 slots, page * block_size + offset. -1 stays -1; rows from qo_indptr[-1] on are all -1. On
+        a device, where values are not looked at, an id or page out of range becomes -1 too. [0, K] for no
+        tokens.
+
+    Raises:
+        InvalidInput: shapes, dtypes or devices do not fit, or, on the CPU, an id is beyond the table, its
+            page is negative, or a slot does not fit int32.
+    """
+    reasons = Reasons("to_slots")
+    reasons.need(block_size > 0, "block_size", block_size, "at least 1")
+    right = check_tensor(reasons, "indices", indices, (None, None), (torch.int32,))
+    device = indices.device if right else None
+    right &= check_tensor(reasons, "block_table", block_table, (None, None), (torch.int32,), device)
+    if right and qo_indptr is not None:
+        origin = "B + 1 from block_table"
+        check_tensor(
+            reasons, "qo_indptr", qo_indptr, (block_table.shape[0] + 1,), (torch.int32,), device, origin
+        )
+    elif right:
+        shape = (block_table.shape[0], None)
+        check_tensor(
+            reasons, "indices", indices, shape, (torch.int32,), origin="B from block_table: no qo_indptr"
+        )
+    reasons.raise_if_any()
+
+    num_seqs, max_blocks = block_table.shape
+    if num_seqs == 0 or max_blocks == 0:
+        page = torch.full(indices.shape, -1, dtype=torch.int64, device=device)
+        in_sequence = torch.full((indices.shape[0], 1), num_seqs > 0, device=device)
+    else:
+        row = torch.arange(indices.shape[0], device=device, dtype=torch.int32)
+        sequence = (
+            row if qo_indptr is None else torch.searchsorted(qo_indptr[1:].contiguous(), row, right=True)
+        )
+        in_sequence = (sequence < num_seqs)[:, None]
+        block = (indices // block_size).clamp(0, max_blocks - 1)
+        page = block_table[sequence.clamp(max=num_seqs - 1)[:, None], block].to(torch.int64)
+    slot = page * block_size + indices.to(torch.int64) % block_size
+    is_key = in_sequence & (indices != -1)
+    is_known = (indices >= 0) & (indices < max_blocks * block_size)
+    is_right = is_known & (page >= 0) & (slot <= INT32_MAX)
+    if on_host(indices):
+        _check_values(reasons, indices, page, slot, is_key, is_known, max_blocks * block_size)
+        reasons.raise_if_any()
+    return torch.where(is_key & is_right, slot, -1).to(torch.int32)
+
+
+def _check_values(
+    reasons: Reasons,
+    indices: Tensor,
+    page: Tensor,
+    slot: Tensor,
+    is_key: Tensor,
+    is_known: Tensor,
+    capacity: int,
+) -> None:
+    """Note the first value of each kind that names no slot."""
+    for name, values, wrong, needs in (
+        (
+            "indices",
+            indices,
+            is_key & ~is_known,
+            f"-1 (no key) or a token id below {capacity}, the pages of block_table",
+        ),
+        ("block_table", page, is_key & is_known & (page < 0), "the page of a token that is named, 0 or more"),
+        ("slots", slot, is_key & is_known & (slot > INT32_MAX), f"at most {INT32_MAX}, to fit int32"),
+    ):
+        if (at := wrong.nonzero()).numel():
+            t, k = at[0].tolist()
+            reasons.need(False, name, f"{int(values[t, k])} for indices[{t}, {k}]", needs)
