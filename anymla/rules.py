@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import takewhile
 
 
 class Rule:
@@ -20,6 +21,10 @@ class Rule:
     def nearest(self, value: object) -> object | None:
         """The accepted value that changes least, or None if the rule knows none."""
         return value if self.accepts(value) else None
+
+    def padded(self, value: int) -> int:
+        """What an accepted count is padded to: itself, unless the rule says more."""
+        return value
 
 
 ANY = Rule()
@@ -43,8 +48,10 @@ class OneOf(Rule):
         if value in self.values:
             return value
         if isinstance(value, int):
-            return min((v for v in self.values if isinstance(v, int)), key=lambda v: abs(v - value), default=None)
-        return self.values[0]
+            return min(
+                (v for v in self.values if isinstance(v, int)), key=lambda v: abs(v - value), default=None
+            )
+        return max(self.values, key=lambda v: likeness(v, value), default=None)
 
 
 @dataclass(frozen=True)
@@ -126,6 +133,20 @@ class Offers(Rule):
         return value & self.offered if isinstance(value, frozenset) else None
 
 
+@dataclass(frozen=True)
+class Asks(Rule):
+    """Calls that ask for at least one of some features; for conditions, not for offers."""
+
+    features: frozenset[object]
+
+    @property
+    def needs(self) -> str:  # type: ignore[override]
+        return f"one of {listed(sorted(map(str, self.features)))}"
+
+    def accepts(self, value: object) -> bool:
+        return isinstance(value, frozenset) and bool(value & self.features)
+
+
 def one_of(*values: object) -> OneOf:
     """Accept exactly these values, the preferred one first."""
     return OneOf(values)
@@ -139,6 +160,18 @@ def pads_to(*buckets: int) -> PadsTo:
 def offers(*features: object) -> Offers:
     """Offer exactly these features."""
     return Offers(frozenset(features))
+
+
+def asks(*features: object) -> Asks:
+    """Accept calls that ask for any of these features."""
+    return Asks(frozenset(features))
+
+
+def likeness(one: object, other: object) -> int:
+    """How long two names begin alike, if that is long enough to mean the same family of chips or formats."""
+    pairs = zip(str(one), str(other), strict=False)
+    length = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    return length if length >= 3 else 0
 
 
 def shown(value: object) -> str:

@@ -1,0 +1,204 @@
+"""BACKENDS: what each backend accepts, in order of preference; plain data, which imports no backend.
+
+Rows of one name are alternatives of one backend: a call goes to the one that takes it with the least padding.
+"""
+
+from dataclasses import dataclass, replace
+
+from anymla.problem import KV_FORMAT_NAMES, OPS, Feature
+from anymla.rules import ANY, Between, Rule, offers, one_of, pads_to
+
+
+NOTHING = offers()
+"""The default of every backend: no feature."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """One declaration: where the code is, and a rule for each fact of a Problem, under the fact's name.
+
+    Attributes:
+        name: What a caller says to ask for it.
+        module: Path of the module that has its functions; imported when first chosen.
+        built: False while it is only planned; it then refuses, beside all other reasons.
+        arch: Rule for the machine's chip.
+        packages: Packages that it imports beyond the base dependencies.
+        source: What the rules were read from.
+    """
+
+    name: str
+    module: str
+    built: bool
+    arch: Rule
+    op: Rule
+    q_dtype: Rule
+    kv_format: Rule
+    num_heads: Rule
+    kv_lora_rank: Rule
+    qk_rope_head_dim: Rule
+    qk_nope_head_dim: Rule = ANY
+    v_head_dim: Rule = ANY
+    block_size: Rule = ANY
+    q_len: Rule = ANY
+    topk: Rule = ANY
+    features: Rule = NOTHING
+    packages: tuple[str, ...] = ()
+    source: str = ""
+
+
+_HOPPER = Backend(
+    "hopper",
+    "anymla.backends.hopper_mla",
+    built=False,
+    arch=one_of("sm90"),
+    packages=("triton",),
+    op=one_of("decode"),
+    q_dtype=one_of("bf16"),
+    kv_format=one_of("bf16"),
+    num_heads=pads_to(64, 128),
+    kv_lora_rank=one_of(512),
+    qk_rope_head_dim=one_of(64),
+    block_size=one_of(64),
+    features=offers(Feature.LSE, Feature.SINKS, Feature.MULTI_TOKEN, Feature.GRAPH),
+    source="planned: one Gluon kernel, tiles of 64 query rows by 64 keys",
+)
+
+# AITER aborts the process on a shape without a kernel, so these rules are those of its manifest.
+_AITER = Backend(
+    "aiter",
+    "anymla.backends.aiter_mla",
+    built=False,
+    arch=one_of("gfx942", "gfx950"),
+    packages=("aiter",),
+    op=one_of("decode", "sparse_decode"),
+    q_dtype=one_of("bf16"),
+    kv_format=one_of("bf16"),
+    num_heads=pads_to(16, 32, 48, 64, 80, 96, 112, 128),
+    kv_lora_rank=one_of(512),
+    qk_rope_head_dim=one_of(64),
+    # Upstream tests up to 4; #5679 reports wrong output with 8.
+    q_len=Between(1, 4),
+    features=offers(Feature.MULTI_TOKEN, Feature.GRAPH),
+    source="AITER hsa/*/mla manifests and aiter/mla.py at e4048607; persistent kernels fold to 16 heads",
+)
+_AITER_LSE = replace(
+    _AITER,
+    num_heads=pads_to(16, 32, 64, 128),
+    features=offers(Feature.LSE, Feature.SINKS, Feature.MULTI_TOKEN, Feature.GRAPH),
+    source="the same manifests; an lse needs the kernels that are not persistent",
+)
+_AITER_FP8 = replace(
+    _AITER,
+    arch=one_of("gfx942"),
+    # A bf16 query is cast by the adapter.
+    q_dtype=one_of("bf16", "fp8_e4m3fnuz"),
+    kv_format=one_of("fp8_e4m3fnuz"),
+)
+_AITER_FP8_LSE = replace(
+    _AITER_FP8,
+    num_heads=pads_to(16, 128),
+    features=_AITER_LSE.features,
+    source=_AITER_LSE.source,
+)
+_GFX950_FP8 = replace(
+    _AITER_FP8,
+    arch=one_of("gfx950"),
+    q_dtype=one_of("bf16", "fp8_e4m3fn"),
+    kv_format=one_of("fp8_e4m3fn"),
+)
+_GFX950_FP8_LSE = replace(
+    _GFX950_FP8,
+    num_heads=_AITER_FP8_LSE.num_heads,
+    features=_AITER_LSE.features,
+    source=_AITER_LSE.source,
+)
+_AITER_PREFILL = replace(
+    _AITER,
+    arch=one_of("gfx950"),
+    op=one_of("prefill"),
+    kv_format=one_of("fp8_e4m3fn"),
+    qk_nope_head_dim=one_of(128),
+    v_head_dim=one_of(128),
+    q_len=ANY,
+    features=offers(Feature.MULTI_TOKEN),
+    source="AITER mla_prefill_ps_asm_fwd at e4048607: one kernel, 192/128; the adapter casts q, k, v to fp8",
+)
+_AITER_INDEX = replace(
+    _AITER,
+    op=one_of("index_topk"),
+    arch=one_of("gfx942"),
+    kv_format=one_of("index_k_fnuz"),
+    num_heads=Between(1, 128),
+    kv_lora_rank=one_of(128),
+    qk_rope_head_dim=one_of(0),
+    q_len=ANY,
+    source="AITER deepgemm_fp8_paged_mqa_logits_stage1 at e4048607",
+)
+
+_TRITON = Backend(
+    "triton",
+    "anymla.backends.triton_mla",
+    built=False,
+    arch=one_of(
+        "gfx90a",
+        "gfx942",
+        "gfx950",
+        "gfx1100",
+        "gfx1201",
+        "gfx1250",
+        "sm80",
+        "sm86",
+        "sm89",
+        "sm90",
+        "sm100",
+        "sm120",
+    ),
+    packages=("triton",),
+    op=one_of(*OPS),
+    q_dtype=one_of("bf16", "fp16"),
+    kv_format=one_of(*(name for name in KV_FORMAT_NAMES if name != "fp32")),
+    num_heads=Between(1, 1024),
+    kv_lora_rank=Between(1, 512),
+    qk_rope_head_dim=Between(0, 128),
+    qk_nope_head_dim=Between(0, 512),
+    v_head_dim=Between(0, 512),
+    features=offers(*Feature),
+    source="planned: masked tiles, so heads and widths need no padding",
+)
+
+_CPU = Backend(
+    "cpu",
+    "anymla.backends.cpu_mla",
+    built=True,
+    arch=one_of("cpu"),
+    op=one_of(*OPS),
+    q_dtype=one_of("fp32", "bf16", "fp16"),
+    kv_format=one_of(*KV_FORMAT_NAMES),
+    num_heads=Between(1, 1024),
+    kv_lora_rank=ANY,
+    qk_rope_head_dim=ANY,
+    features=offers(*(feature for feature in Feature if feature is not Feature.GRAPH)),
+    source="torch on the CPU: fp32 accumulation in blocks of keys, any width",
+)
+
+BACKENDS: tuple[Backend, ...] = (
+    _HOPPER,
+    replace(
+        _HOPPER,
+        op=one_of("sparse_decode"),
+        kv_format=one_of("bf16", "fp8_ds_mla"),
+        block_size=ANY,
+        source="planned: the same kernel behind a gather of slots",
+    ),
+    _AITER,
+    _AITER_LSE,
+    _AITER_FP8,
+    _AITER_FP8_LSE,
+    _GFX950_FP8,
+    _GFX950_FP8_LSE,
+    _AITER_PREFILL,
+    _AITER_INDEX,
+    replace(_AITER_INDEX, arch=one_of("gfx950"), kv_format=one_of("index_k")),
+    _TRITON,
+    _CPU,
+)

@@ -1,0 +1,1 @@
+"""Facts about chips and drivers. Only this package and the registry's `arch` rules name a chip."""

@@ -1,0 +1,148 @@
+"""QUIRKS: what a chip or a library version gets wrong. Each row refuses or sets one named knob, and cites."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from anymla.problem import Feature
+from anymla.rules import Between, Rule, asks, one_of
+
+
+@dataclass(frozen=True, eq=False)
+class Quirk:
+    """A fault of somebody else's, and what is done about it.
+
+    Attributes:
+        backend: Name of the rows of BACKENDS that have it.
+        arch: The chips that have it.
+        source: Who found it, where.
+        when: Rules for fields of the Problem; the quirk applies when all accept.
+        refuse: Why such a call is refused; "" where a knob helps.
+        knob: The name of what a plan must set; "" where the call is refused.
+        value: What it is set to, or the name of the Problem's field that says it.
+        package: The package whose version `until` bounds.
+        until: The first version without the fault; "" while there is none.
+    """
+
+    backend: str
+    arch: Rule
+    source: str
+    when: Mapping[str, Rule] = field(default_factory=dict)
+    refuse: str = ""
+    knob: str = ""
+    value: int | str = 0
+    package: str = ""
+    until: str = ""
+
+    def is_expired(self, packages: Mapping[str, str]) -> bool:
+        """Whether the installed version, "" being the newest, no longer has the fault."""
+        version = packages.get(self.package)
+        if not self.until or version is None:
+            return False
+        return not version or _numbers(version) >= _numbers(self.until)
+
+    def applies(self, facts: object, backend: str, arch: str, packages: Mapping[str, str]) -> bool:
+        """Whether a backend has the quirk on that chip for a call with these facts."""
+        return (
+            self.backend == backend
+            and self.arch.accepts(arch)
+            and not self.is_expired(packages)
+            and all(rule.accepts(getattr(facts, name)) for name, rule in self.when.items())
+        )
+
+    def setting(self, facts: object) -> int:
+        """What the knob is set to for a call with these facts."""
+        return int(getattr(facts, self.value)) if isinstance(self.value, str) else self.value
+
+    def __str__(self) -> str:
+        doing = self.refuse or f"sets {self.knob}={self.value}"
+        return f"{doing} (until {self.package} {self.until})" if self.until else doing
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])[:3]))
+
+
+# Sinks are applied to the backend's own lse, so a call with sinks needs one too.
+_NEEDS_LSE = asks(Feature.LSE, Feature.SINKS)
+_FP8_FN = one_of("fp8_e4m3fn", "fp8_ds_mla", "index_k")
+_FP8_FNUZ = one_of("fp8_e4m3fnuz", "fp8_ds_mla_fnuz", "index_k_fnuz")
+_VLLM = "vLLM 0.33, vllm/_aiter_ops.py, rocm_aiter_mla_decode_fwd_lse"
+
+QUIRKS: tuple[Quirk, ...] = (
+    Quirk(
+        backend="triton",
+        arch=one_of("sm80", "sm86"),
+        when={"kv_format": _FP8_FN},
+        refuse="Triton has no fp8e4nv below sm89",
+        source="Triton 3.6.0 for sm_80: ValueError 'type fp8e4nv not supported in this architecture'",
+    ),
+    Quirk(
+        backend="triton",
+        arch=one_of("sm80", "sm86", "sm89", "sm90", "sm100", "sm120"),
+        when={"kv_format": _FP8_FNUZ},
+        refuse="Triton has no fp8e4b8 on NVIDIA",
+        source="Triton 3.6.0 and 3.9.0: CompilationError, compiled for sm_80 to sm_120",
+    ),
+    Quirk(
+        backend="triton",
+        arch=one_of("gfx1250"),
+        refuse="Triton before 3.9 cannot assemble these kernels for gfx1250, and its dot is no WMMA there",
+        package="triton",
+        until="3.9.0",
+        source="Triton 3.6.0: 'amdgpu_user_sgpr_count smaller than implied'; 3.9.0 compiles",
+    ),
+    Quirk(
+        backend="aiter",
+        arch=one_of("gfx950"),
+        when={
+            "op": one_of("decode", "sparse_decode"),
+            "q_dtype": one_of("bf16"),
+            "kv_format": one_of("bf16"),
+            "num_heads": Between(17, 32),
+        },
+        knob="num_kv_splits",
+        value=1,
+        source=f"{_VLLM}: the bf16 kernel of 32 heads leaves ragged tails of a split unwritten",
+    ),
+    Quirk(
+        backend="aiter",
+        arch=one_of("gfx942"),
+        when={
+            "op": one_of("decode", "sparse_decode"),
+            "kv_format": one_of("fp8_e4m3fnuz"),
+            "features": _NEEDS_LSE,
+        },
+        knob="min_num_kv_splits",
+        value=2,
+        source=f"{_VLLM}: with one split the fp8 kernel writes no lse",
+    ),
+    Quirk(
+        backend="aiter",
+        arch=one_of("gfx942"),
+        when={"op": one_of("decode", "sparse_decode"), "features": _NEEDS_LSE},
+        knob="persistent",
+        value=0,
+        source="AITER hsa/gfx942/mla manifest at e4048607: only fp8 with 64 heads has a persistent lse kernel",
+    ),
+    Quirk(
+        backend="aiter",
+        arch=one_of("gfx942"),
+        when={
+            "op": one_of("decode", "sparse_decode"),
+            "kv_format": one_of("bf16"),
+            "num_heads": Between(33, 64),
+            "features": _NEEDS_LSE,
+        },
+        refuse="AITER has no bf16 kernel of 64 heads with an lse on gfx942",
+        source="AITER hsa/gfx942/mla manifest at e4048607; the lookup aborts the process",
+    ),
+    Quirk(
+        backend="aiter",
+        arch=one_of("gfx942", "gfx950"),
+        when={"op": one_of("index_topk"), "num_heads": Between(1, 63)},
+        knob="chunk_q",
+        value="num_heads",
+        source="github.com/ROCm/aiter #2563: ChunkQ 64 divides by zero with fewer index heads",
+    ),
+)

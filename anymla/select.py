@@ -1,0 +1,261 @@
+"""Which backend takes a problem on a machine, and why the others do not: pure, cached, stdlib only."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+from anymla.backends import BACKENDS, Backend
+from anymla.errors import NoBackend, Reasons, UnknownBackend
+from anymla.hardware.arches import ARCHES
+from anymla.hardware.probe import NEWEST, PACKAGES, Machine
+from anymla.hardware.quirks import QUIRKS, Quirk
+from anymla.problem import DTYPE_NAMES, KV_FORMAT_NAMES, OPS, Problem
+from anymla.rules import Rule, likeness, listed
+
+TPHeads = tuple[tuple[int, int], ...]
+"""Pairs of a tensor parallel size and the local heads that it leaves."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one backend would do with a problem on a machine.
+
+    Attributes:
+        backend: The row that comes closest, of those with the backend's name.
+        accepted: Whether it takes the call.
+        reasons: Every reason why not.
+        quirks: The quirks that apply to the call.
+        knobs: What those quirks set for its plan.
+        padding: Local heads and what they are padded to; None if it cannot take that many.
+        nearest: The nearest change that would make a refused backend pass, "" if there is none.
+    """
+
+    backend: Backend
+    accepted: bool
+    reasons: tuple[str, ...]
+    quirks: tuple[Quirk, ...]
+    knobs: Mapping[str, int]
+    padding: tuple[int, int] | None
+    nearest: str
+
+    @property
+    def price(self) -> float:
+        """How many times the work of the real heads is done, because of padding."""
+        return self.padding[1] / self.padding[0] if self.padding else 1.0
+
+    def __str__(self) -> str:
+        notes = (
+            [] if self.price == 1 or self.padding is None else ["{} heads padded to {}".format(*self.padding)]
+        )
+        notes += map(str, self.quirks) if self.accepted else []
+        return f"{self.backend.name}: " + "; ".join([*(self.reasons or ["accepts"]), *notes])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The backend that takes a problem, with all that was weighed.
+
+    Attributes:
+        backend: The chosen row.
+        problem: What was asked.
+        machine: Where it runs.
+        verdicts: One verdict a backend, in order of preference.
+        knobs: What quirks set for the plan.
+    """
+
+    backend: Backend
+    problem: Problem
+    machine: Machine
+    verdicts: tuple[Verdict, ...]
+    knobs: Mapping[str, int]
+
+    def __str__(self) -> str:
+        words = self.problem.op.replace("_", " ")
+        lines = [f"{self.backend.name} serves this {words} on {self.machine.arch}:"]
+        return "\n  ".join(lines + [str(verdict) for verdict in self.verdicts])
+
+
+@lru_cache(maxsize=4096)
+def explain(problem: Problem, machine: Machine, tp_heads: TPHeads = ()) -> tuple[Verdict, ...]:
+    """Say what every backend would do with a problem on a machine.
+
+    Args:
+        problem: The facts of a call.
+        machine: From `placenamed` or `this_machine`.
+        tp_heads: Other tensor parallel sizes with their local heads; `Verdict.nearest` may suggest one.
+
+    Returns:
+        One verdict a backend, in order of preference, each with all of its reasons.
+
+    Raises:
+        InvalidInput: the problem has an unknown name, or a count that cannot be.
+    """
+    _check(problem)
+    return tuple(
+        _verdict(name, problem, machine, tp_heads) for name in dict.fromkeys(b.name for b in BACKENDS)
+    )
+
+
+@lru_cache(maxsize=4096)
+def choose(problem: Problem, machine: Machine, backend: str = "auto") -> Choice:
+    """Choose the first backend that takes a problem, or the named one; never fall back from a named one.
+
+    Args:
+        problem: The facts of a call.
+        machine: From `placenamed` or `this_machine`.
+        backend: A name in BACKENDS, or "auto".
+
+    Raises:
+        InvalidInput: the problem has an unknown name, or a count that cannot be.
+        UnknownBackend: no row has that name.
+        NoBackend: nothing, or not the named backend, takes it; the message gives every reason.
+    """
+    verdicts = explain(problem, machine)
+    names = [verdict.backend.name for verdict in verdicts]
+    if backend not in ("auto", *names):
+        raise UnknownBackend(backend, names)
+    asked = [verdict for verdict in verdicts if backend in ("auto", verdict.backend.name)]
+    for verdict in asked:
+        if verdict.accepted:
+            return Choice(verdict.backend, problem, machine, verdicts, verdict.knobs)
+    who = "no backend can" if backend == "auto" else f"backend {backend!r} cannot"
+    lines = [f"{who} serve this {problem.op.replace('_', ' ')} on {machine.arch}:"]
+    for verdict in asked:
+        lines.append(f"  {verdict.backend.name}: {'; '.join(verdict.reasons)}")
+        if verdict.nearest:
+            lines.append(f"    {verdict.nearest}")
+    raise NoBackend("\n".join(lines), asked)
+
+
+def _check(problem: Problem) -> None:
+    reasons = Reasons("problem")
+    for name, known in (("op", OPS), ("q_dtype", DTYPE_NAMES), ("kv_format", KV_FORMAT_NAMES)):
+        value = getattr(problem, name)
+        reasons.need(value in known, name, value, f"one of {listed(known)}")
+    for name in ("num_heads", "kv_lora_rank", "block_size"):
+        reasons.need(getattr(problem, name) >= 1, name, getattr(problem, name), "at least 1")
+    for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_len", "topk"):
+        reasons.need(getattr(problem, name) >= 0, name, getattr(problem, name), "at least 0")
+    reasons.raise_if_any()
+
+
+def _verdict(name: str, problem: Problem, machine: Machine, tp_heads: TPHeads) -> Verdict:
+    rows = [row for row in BACKENDS if row.name == name]
+    row = min(rows, key=lambda row: _remoteness(row, problem, machine))
+    reasons = _reasons(row, problem, machine)
+    quirks = _quirks(row, problem, machine)
+    heads = problem.num_heads
+    return Verdict(
+        backend=row,
+        accepted=not reasons,
+        reasons=reasons,
+        quirks=quirks,
+        knobs={quirk.knob: quirk.setting(problem) for quirk in quirks if quirk.knob},
+        padding=(heads, row.num_heads.padded(heads)) if row.num_heads.accepts(heads) else None,
+        nearest=_nearest(row, problem, machine, tp_heads) if reasons else "",
+    )
+
+
+def _facts_and_rules(row: Backend, problem: Problem, machine: Machine) -> Iterator[tuple[str, object, Rule]]:
+    """Every fact with the rule of the same name."""
+    yield "arch", machine.arch, row.arch
+    for fact in fields(Problem):
+        yield fact.name, getattr(problem, fact.name), getattr(row, fact.name)
+
+
+def _refused(row: Backend, problem: Problem, machine: Machine) -> list[tuple[str, object, Rule]]:
+    return [one for one in _facts_and_rules(row, problem, machine) if not one[2].accepts(one[1])]
+
+
+def _missing(row: Backend, machine: Machine) -> list[str]:
+    return [package for package in row.packages if package not in dict(machine.packages)]
+
+
+def _quirks(row: Backend, problem: Problem, machine: Machine) -> tuple[Quirk, ...]:
+    packages = dict(machine.packages)
+    return tuple(quirk for quirk in QUIRKS if quirk.applies(problem, row.name, machine.arch, packages))
+
+
+def _reasons(row: Backend, problem: Problem, machine: Machine) -> tuple[str, ...]:
+    reasons = [] if row.built else ["not built yet"]
+    reasons += [f"package {package} is not installed" for package in _missing(row, machine)]
+    reasons += [f"{name} {rule.refusal(value)}" for name, value, rule in _refused(row, problem, machine)]
+    reasons += [quirk.refuse for quirk in _refusing(row, problem, machine)]
+    return tuple(reasons)
+
+
+def _remoteness(row: Backend, problem: Problem, machine: Machine) -> tuple[bool, int, float, int]:
+    """How far a row is from taking a problem: wrong operation, reasons, size of the change, padding."""
+    refused = _refused(row, problem, machine)
+    change = sum(_distance(value, rule.nearest(value)) for _, value, rule in refused)
+    heads = row.num_heads.padded(problem.num_heads) if row.num_heads.accepts(problem.num_heads) else 0
+    wrong_op = not row.op.accepts(problem.op)
+    return wrong_op, len(_reasons(row, problem, machine)), change, heads
+
+
+def _distance(value: object, other: object) -> float:
+    if isinstance(value, frozenset) and isinstance(other, frozenset):
+        return len(value - other)
+    return 0.5 if likeness(value, other) else 1.0
+
+
+def _nearest(row: Backend, problem: Problem, machine: Machine, tp_heads: TPHeads) -> str:
+    """The nearest change that makes a row pass, in words; "" if there is none."""
+    if not row.op.accepts(problem.op):
+        return ""
+    nearby = {name: rule.nearest(value) for name, value, rule in _refused(row, problem, machine)}
+    arch = nearby.pop("arch", machine.arch)
+    if arch is None or None in nearby.values():
+        return ""
+    missing = _missing(row, machine)
+    packages = machine.packages + tuple((package, NEWEST) for package in missing)
+    there = replace(machine, arch=str(arch), packages=packages)
+    for place, changed in _candidates(row, _changed(problem, nearby), there, machine, tp_heads):
+        if not _refused(row, changed, place) and not _refusing(row, changed, place):
+            words = [] if place.arch == machine.arch else [f"on {place.arch}"]
+            words += [f"after {PACKAGES[package].install}" for package in missing]
+            words += _change_in_words(problem, changed, tp_heads)
+            return f"would pass {', '.join(words)}{'' if row.built else '; not built yet'}" if words else ""
+    return ""
+
+
+def _candidates(
+    row: Backend, problem: Problem, there: Machine, here: Machine, tp_heads: TPHeads
+) -> Iterator[tuple[Machine, Problem]]:
+    """A changed problem; then, should a quirk refuse it, the same elsewhere, or with one more change."""
+    yield there, problem
+    if there.arch != here.arch:
+        yield from ((replace(there, arch=arch), problem) for arch in ARCHES if row.arch.accepts(arch))
+    looked_at = {name for quirk in _refusing(row, problem, there) for name in quirk.when}
+    if "num_heads" in looked_at:
+        for _, heads in sorted(tp_heads, key=lambda pair: abs(pair[1] - problem.num_heads)):
+            yield there, replace(problem, num_heads=heads)
+    if "kv_format" in looked_at:
+        for name in KV_FORMAT_NAMES:
+            yield there, replace(problem, kv_format=name)
+    if "features" in looked_at:
+        yield there, replace(problem, features=frozenset())
+
+
+def _refusing(row: Backend, problem: Problem, machine: Machine) -> list[Quirk]:
+    return [quirk for quirk in _quirks(row, problem, machine) if quirk.refuse]
+
+
+def _changed(problem: Problem, change: Mapping[str, Any]) -> Problem:
+    return replace(problem, **change)
+
+
+def _change_in_words(problem: Problem, changed: Problem, tp_heads: TPHeads) -> list[str]:
+    sizes = {heads: tp for tp, heads in tp_heads}
+    changes = []
+    for name in (fact.name for fact in fields(Problem) if fact.name != "features"):
+        value = getattr(changed, name)
+        if value != getattr(problem, name):
+            is_tp = name == "num_heads" and value in sizes
+            changes.append(
+                f"tensor parallel size {sizes[value]} ({value} heads)" if is_tp else f"{name} {value}"
+            )
+    words = [f"with {listed(changes, 'and')}"] if changes else []
+    dropped = problem.features - changed.features
+    return words + ([f"without {listed(sorted(map(str, dropped)), 'or')}"] if dropped else [])
