@@ -216,7 +216,8 @@ def _nearest(row: Backend, problem: Problem, machine: Machine, tp_heads: TPHeads
             words = [] if place.arch == machine.arch else [f"on {place.arch}"]
             words += [f"after {PACKAGES[package].install}" for package in missing]
             words += _change_in_words(problem, changed, tp_heads)
-            return f"would pass {', '.join(words)}{'' if row.built else '; not built yet'}" if words else ""
+            words += ["once it is built"] if words and not row.built else []
+            return f"would pass {', '.join(words)}" if words else ""
     return ""
 
 

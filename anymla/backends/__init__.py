@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from anymla.problem import KV_FORMAT_NAMES, OPS, Feature
 from anymla.rules import ANY, Between, Rule, offers, one_of, pads_to
 
-
 NOTHING = offers()
 """The default of every backend: no feature."""
 

@@ -123,7 +123,7 @@ QUIRKS: tuple[Quirk, ...] = (
         when={"op": one_of("decode", "sparse_decode"), "features": _NEEDS_LSE},
         knob="persistent",
         value=0,
-        source="AITER hsa/gfx942/mla manifest at e4048607: only fp8 with 64 heads has a persistent lse kernel",
+        source="AITER hsa/gfx942/mla manifest at e4048607: only fp8 with 64 heads has one",
     ),
     Quirk(
         backend="aiter",
