@@ -1,0 +1,516 @@
+"""Hostile inputs: seeded tensors of every operation whose dead memory, lengths, pages, strides and weights
+lay traps.
+
+Slots past a sequence's end, foreign pages, the gaps of strided caches and the table entries past the last
+page hold what must never be read. Of the keys, the last one that a row sees carries about half of its weight,
+and so would the one just past the end, so that an error of one token is an error of the result however long
+the sequence is.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymla.contract import AttentionOutput
+from anymla.kv_cache import KV_FORMATS, KVCache, calibrate_scale
+from anymla.verification import eager
+from anymla.verification.memory import Draw, Pages, lay_out, poisoned_cache
+
+POISONS = ("nan", "inf", "needle")
+"""What dead memory holds: NaN, infinities (NaN where a format has none), or finite keys of large weight."""
+
+SINKS = ("none", "near", "infinite")
+"""Sinks: none, drawn near the lse of the rows, or those with +inf and -inf among them."""
+
+COMMON = 8.0
+"""How far the queries lean towards the needles, in standard deviations of a latent."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """One call of an operation: the arguments that `api`, `reference` and `eager` share.
+
+    Attributes:
+        op: One of problem.OPS.
+        tensors: The positional arguments.
+        options: The keyword arguments.
+        num_rows: Query tokens, or tokens written.
+        shape: Of the result.
+    """
+
+    op: str
+    tensors: tuple[Any, ...]
+    options: dict[str, Any]
+    num_rows: int
+    shape: tuple[int, ...]
+
+    @property
+    def cache(self) -> KVCache:
+        """The cache of the call."""
+        cache = self.options["cache"] if self.op == "prefill" else self.tensors[2]
+        assert isinstance(cache, KVCache)
+        return cache
+
+
+@dataclass(frozen=True)
+class Widths:
+    """The sizes of one attention call.
+
+    Attributes:
+        num_heads: H.
+        kv_lora_rank: L.
+        qk_rope_head_dim: R.
+        qk_nope_head_dim: P, for prefill.
+        v_head_dim: V, for prefill.
+        sm_scale: Multiplies q·k.
+    """
+
+    num_heads: int
+    kv_lora_rank: int = 512
+    qk_rope_head_dim: int = 64
+    qk_nope_head_dim: int = 128
+    v_head_dim: int = 128
+    sm_scale: float = 192**-0.5
+
+
+def decode_inputs(
+    widths: Widths,
+    seq_lens: Sequence[int],
+    q_lens: Sequence[int] | None = None,
+    *,
+    seed: int = 0,
+    q_dtype: torch.dtype = torch.bfloat16,
+    kv_format: str = "bf16",
+    block_size: int = 16,
+    causal: bool = True,
+    sinks: str = "near",
+    poison: str = "nan",
+    views: bool = False,
+) -> Inputs:
+    """A dense decode over hostile memory.
+
+    Args:
+        widths: H, L, R and the scale.
+        seq_lens: Tokens of each sequence, those of this call included; 0 is a sequence without any.
+        q_lens: Query tokens of each sequence; None is one each, without qo_indptr. With them, one query token
+            more belongs to no sequence.
+        seed: Of everything drawn.
+        q_dtype: Of the queries.
+        kv_format: Name of a row of KV_FORMATS.
+        block_size: Tokens a page.
+        causal: See reference.decode.
+        sinks: One of SINKS.
+        poison: One of POISONS.
+        views: Queries, cache and table are views with odd strides.
+
+    Returns:
+        The call.
+    """
+    draw = Draw(seed)
+    asked = [1] * len(seq_lens) if q_lens is None else list(q_lens)
+    tokens = sum(asked) + (q_lens is not None)
+    direction = _direction(draw, widths)
+    pages = lay_out(draw, seq_lens, block_size, views=views)
+    keys = [_keys(draw, widths, direction, n, min(n, q)) for n, q in zip(seq_lens, asked, strict=True)]
+    cache = _filled(
+        draw, widths, direction, pages, keys, block_size, kv_format, q_dtype, poison, views, max(seq_lens)
+    )
+    ql_nope, q_pe = _queries(draw, widths, direction, tokens, q_dtype, views)
+    options: dict[str, Any] = {
+        "block_table": pages.block_table,
+        "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
+        "qo_indptr": None if q_lens is None else _indptr(asked),
+        "sm_scale": widths.sm_scale,
+        "causal": causal,
+    }
+    plain = eager.decode(ql_nope, q_pe, cache, **options, orders=1)[0]
+    options["sinks"] = _sinks(draw, plain, sinks)
+    shape = (tokens, widths.num_heads, widths.kv_lora_rank)
+    return Inputs("decode", (ql_nope, q_pe, cache), options, tokens, shape)
+
+
+def sparse_inputs(
+    widths: Widths,
+    seq_len: int,
+    topk: int,
+    num_tokens: int = 4,
+    *,
+    seed: int = 0,
+    q_dtype: torch.dtype = torch.bfloat16,
+    kv_format: str = "bf16",
+    block_size: int = 16,
+    sinks: str = "near",
+    poison: str = "nan",
+    views: bool = False,
+) -> Inputs:
+    """A sparse decode whose rows are, in turn: full, a run of -1 first, cut short by its count, all -1, count
+    0.
+
+    The last key that counts carries about half of a row's weight, and so would slot 0, which no row names,
+    and the entries behind a count. -1 stands between the keys as well, and one slot is named twice.
+
+    Args:
+        widths: H, L, R and the scale.
+        seq_len: Live tokens of the cache.
+        topk: K.
+        num_tokens: T.
+        seed: Of everything drawn.
+        q_dtype: Of the queries.
+        kv_format: Name of a row of KV_FORMATS.
+        block_size: Tokens a page.
+        sinks: One of SINKS.
+        poison: One of POISONS; also of slot 0.
+        views: Queries, cache and indices are views with odd strides.
+
+    Returns:
+        The call.
+    """
+    draw = Draw(seed)
+    direction = _direction(draw, widths)
+    pages = lay_out(draw, (seq_len,), block_size, views=views)
+    live = pages.slots[0][pages.slots[0] != 0]
+    live = live[draw.permuted(len(live))]
+    trap = torch.cat((torch.zeros(1, dtype=torch.int64), pages.dead))
+    pages = Pages(pages.block_table, pages.num_blocks, (live,), trap)
+    keys = [_keys(draw, widths, direction, len(live), min(len(live), num_tokens), min(topk, len(live)))]
+    cache = _filled(draw, widths, direction, pages, keys, block_size, kv_format, q_dtype, poison, views, topk)
+    ql_nope, q_pe = _queries(draw, widths, direction, num_tokens, q_dtype, views)
+    plain, heavy = live[: max(1, len(live) - num_tokens)], live[-num_tokens:]
+    indices = torch.full((num_tokens, 2 * topk if views else topk), 0, dtype=torch.int32)
+    indices = indices[:, ::2] if views else indices
+    counts = torch.full((num_tokens,), topk, dtype=torch.int32)
+    for t in range(num_tokens):
+        row = plain[draw.permuted(max(topk, len(plain))) % len(plain)][:topk].int()
+        row[draw.permuted(topk)[: topk // 8]] = -1
+        kind = t % 5
+        if kind == 1:
+            row[: min(32, topk - 1)] = -1
+        if kind == 2:
+            counts[t] = max(1, topk // 2)
+        last = int(counts[t]) - 1
+        row[last] = heavy[t % len(heavy)].int()
+        row[last + 1 :] = int(trap[-1])
+        if kind == 3 and topk > 1:
+            row[:] = -1
+        if kind == 4:
+            counts[t] = 0
+        if kind == 0 and topk > 2:
+            row[0] = row[last]
+        indices[t] = row
+    options: dict[str, Any] = {"indices": indices, "counts": counts, "sm_scale": widths.sm_scale}
+    lse = eager.sparse_decode(ql_nope, q_pe, cache, **options, orders=1)[0]
+    options["sinks"] = _sinks(draw, lse, sinks)
+    shape = (num_tokens, widths.num_heads, widths.kv_lora_rank)
+    return Inputs("sparse_decode", (ql_nope, q_pe, cache), options, num_tokens, shape)
+
+
+def prefill_inputs(
+    widths: Widths,
+    contexts: Sequence[int] | None,
+    q_lens: Sequence[int],
+    *,
+    seed: int = 0,
+    q_dtype: torch.dtype = torch.bfloat16,
+    kv_format: str = "bf16",
+    block_size: int = 16,
+    causal: bool = True,
+    sinks: str = "near",
+    poison: str = "nan",
+    views: bool = False,
+) -> Inputs:
+    """A prefill of new tokens over cached context, in hostile memory.
+
+    Args:
+        widths: H, L, R, P, V and the scale.
+        contexts: Cached tokens of each sequence; None for no cache at all.
+        q_lens: New tokens of each sequence, 0 for none. One query token more belongs to no sequence.
+        seed: Of everything drawn.
+        q_dtype: Of queries, latents and weights.
+        kv_format: Name of a row of KV_FORMATS.
+        block_size: Tokens a page.
+        causal: See reference.prefill.
+        sinks: One of SINKS.
+        poison: One of POISONS.
+        views: Queries, cache and table are views with odd strides.
+
+    Returns:
+        The call.
+    """
+    draw = Draw(seed)
+    tokens, heads, rank = sum(q_lens) + 1, widths.num_heads, widths.kv_lora_rank
+    direction = _direction(draw, widths, rope_only=True)
+    w_uk = (draw.normal(heads, widths.qk_nope_head_dim, rank) / math.sqrt(rank)).to(q_dtype)
+    w_uv = (draw.normal(heads, rank, widths.v_head_dim) / math.sqrt(rank)).to(q_dtype)
+    earlier = [0] * len(q_lens) if contexts is None else list(contexts)
+    new = [_keys(draw, widths, direction, q, q, c + q, 1) for c, q in zip(earlier, q_lens, strict=True)]
+    rows = torch.cat([*new, torch.full((1, rank + widths.qk_rope_head_dim), torch.nan)]).to(q_dtype)
+    q_nope = draw.normal(tokens, heads, widths.qk_nope_head_dim)
+    towards = torch.einsum("l,hpl->hp", direction[:rank], w_uk.float())
+    q_nope += COMMON * towards / towards.square().sum(-1, keepdim=True).clamp(min=1e-6)
+    q_pe = draw.normal(tokens, heads, widths.qk_rope_head_dim) + COMMON * direction[rank:]
+    options: dict[str, Any] = {"qo_indptr": _indptr(q_lens), "sm_scale": widths.sm_scale, "causal": causal}
+    if contexts is not None:
+        pages = lay_out(draw, contexts, block_size, views=views)
+        keys = [_keys(draw, widths, direction, c, min(c, 1), c + 1) for c in contexts]
+        options["cache"] = _filled(
+            draw, widths, direction, pages, keys, block_size, kv_format, q_dtype, poison, views, max(contexts)
+        )
+        options["block_table"] = pages.block_table
+        options["seq_lens"] = torch.tensor(
+            [c + q for c, q in zip(earlier, q_lens, strict=True)], dtype=torch.int32
+        )
+    tensors = (
+        _odd(q_nope.to(q_dtype), views),
+        _odd(q_pe.to(q_dtype), views),
+        _odd(rows[:, :rank], views),
+        _odd(rows[:, rank:], views),
+        w_uk,
+        w_uv,
+    )
+    plain = eager.prefill(*tensors, **options, orders=1)[0]
+    options["sinks"] = _sinks(draw, plain, sinks)
+    return Inputs("prefill", tensors, options, tokens, (tokens, heads, widths.v_head_dim))
+
+
+def write_inputs(
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    num_tokens: int,
+    *,
+    seed: int = 0,
+    q_dtype: torch.dtype = torch.bfloat16,
+    kv_format: str = "bf16",
+    block_size: int = 16,
+    views: bool = False,
+) -> Inputs:
+    """A cache write of tokens small, huge, zero, NaN and, where there is one scale or none, infinite.
+
+    Every fifth token is skipped; the slots are in random order and cover part of the cache.
+
+    Args:
+        kv_lora_rank: L.
+        qk_rope_head_dim: R.
+        num_tokens: S.
+        seed: Of everything drawn.
+        q_dtype: Of the latents.
+        kv_format: Name of a row of KV_FORMATS.
+        block_size: Tokens a page.
+        views: Latents and cache are views with odd strides.
+
+    Returns:
+        The call.
+    """
+    draw = Draw(seed)
+    row = KV_FORMATS[kv_format]
+    width = kv_lora_rank + qk_rope_head_dim
+    values = draw.normal(num_tokens, width) * torch.exp2(draw.integers(-12, 12, num_tokens, 1))
+    traps = [0.0, -0.0, 1e-30, 60_000.0, -60_000.0]
+    if not row.tile:
+        traps += [torch.nan, torch.inf, -torch.inf]
+    for t in range(min(num_tokens, len(traps))):
+        values[t, t % width :: 7] = traps[t]
+    blocks = -(-num_tokens * 2 // block_size) + 1
+    scale = torch.tensor([0.0371]) if row.scaled else None
+    cache = poisoned_cache(
+        blocks,
+        block_size,
+        kv_lora_rank=kv_lora_rank,
+        qk_rope_head_dim=qk_rope_head_dim,
+        kv_format=kv_format,
+        scale=scale,
+        views=views,
+    )
+    slots = draw.permuted(blocks * block_size)[:num_tokens]
+    slots[4::5] = -1
+    kv_c, k_pe = values.to(q_dtype).tensor_split((kv_lora_rank,), -1)
+    tensors = (_odd(kv_c, views), _odd(k_pe, views), cache, slots)
+    return Inputs("write_cache", tensors, {}, num_tokens, (num_tokens, width))
+
+
+def index_inputs(
+    num_heads: int,
+    width: int,
+    seq_lens: Sequence[int],
+    q_lens: Sequence[int] | None,
+    topk: int,
+    *,
+    seed: int = 0,
+    q_dtype: torch.dtype = torch.bfloat16,
+    kv_format: str = "index_k",
+    block_size: int = 16,
+    exact: bool = True,
+    poison: str = "nan",
+    views: bool = False,
+) -> Inputs:
+    """An indexer's top-k over hostile memory.
+
+    Args:
+        num_heads: Hi.
+        width: D of an index key.
+        seq_lens: Tokens of each sequence.
+        q_lens: Query tokens of each sequence; None is one each.
+        topk: K.
+        seed: Of everything drawn.
+        q_dtype: Of the queries.
+        kv_format: Name of a row of KV_FORMATS.
+        block_size: Tokens a page.
+        exact: Small whole numbers, so that fp32 gives every logit exactly, many tie, and one is NaN.
+        poison: "nan" or "inf".
+        views: Queries, cache and table are views with odd strides.
+
+    Returns:
+        The call.
+    """
+    draw = Draw(seed)
+    asked = [1] * len(seq_lens) if q_lens is None else list(q_lens)
+    tokens = sum(asked) + (q_lens is not None)
+    pages = lay_out(draw, seq_lens, block_size, views=views)
+    total = sum(seq_lens)
+    row = KV_FORMATS[kv_format]
+    if exact:
+        keys = draw.integers(-2, 2, total, width)
+        # The largest value of a key makes its scale a power of two.
+        keys[:, 0] = 7.5 if row.value_dtype == torch.float8_e4m3fnuz else 7.0
+        q, weights = (
+            draw.integers(-2, 2, tokens, num_heads, width),
+            draw.integers(-4, 4, tokens, num_heads) / 4,
+        )
+    else:
+        keys = draw.normal(total, width)
+        q, weights = draw.normal(tokens, num_heads, width), draw.normal(tokens, num_heads)
+    if exact and total > 2:
+        keys[total // 2, 1] = torch.nan
+    scale = torch.tensor([2.0**-5]) if row.scaled else None
+    cache = poisoned_cache(
+        pages.num_blocks,
+        block_size,
+        kv_lora_rank=width,
+        qk_rope_head_dim=0,
+        kv_format=kv_format,
+        scale=scale,
+        poison=poison,
+        views=views,
+    )
+    cache.write(keys, torch.zeros(total, 0), torch.cat([*pages.slots, torch.zeros(0, dtype=torch.int64)]))
+    options: dict[str, Any] = {
+        "block_table": pages.block_table,
+        "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
+        "qo_indptr": None if q_lens is None else _indptr(asked),
+        "topk": topk,
+    }
+    return Inputs("index_topk", (_odd(q.to(q_dtype), views), weights, cache), options, tokens, (tokens, topk))
+
+
+def _direction(draw: Draw, widths: Widths, *, rope_only: bool = False) -> Tensor:
+    """A unit vector in the space of keys, that of the needles."""
+    direction = draw.normal(widths.kv_lora_rank + widths.qk_rope_head_dim)
+    if rope_only and widths.qk_rope_head_dim:
+        direction[: widths.kv_lora_rank] = 0
+    return direction / direction.square().sum().sqrt()
+
+
+def _keys(
+    draw: Draw,
+    widths: Widths,
+    direction: Tensor,
+    n: int,
+    heavy: int,
+    among: int | None = None,
+    at_least: int = 1,
+) -> Tensor:
+    """[n, L + R] keys, the last `heavy` of which weigh about as much as all that a row sees before them."""
+    keys = draw.normal(n, len(direction))
+    if heavy:
+        keys[n - heavy :] += _needle(widths, direction, max(n if among is None else among, at_least))
+    return keys
+
+
+def _needle(widths: Widths, direction: Tensor, among: int) -> Tensor:
+    """What makes a key weigh about half among `among` others: the score log(sum of theirs), and 0.5."""
+    variance = widths.sm_scale**2 * len(direction)
+    score = math.log(max(among, 1)) + variance / 2 + 0.5
+    return score / (COMMON * widths.sm_scale) * direction
+
+
+def _filled(
+    draw: Draw,
+    widths: Widths,
+    direction: Tensor,
+    pages: Pages,
+    keys: Sequence[Tensor],
+    block_size: int,
+    kv_format: str,
+    q_dtype: torch.dtype,
+    poison: str,
+    views: bool,
+    longest: int,
+) -> KVCache:
+    """The cache of these pages and keys; everything else in it is poison."""
+    rank = widths.kv_lora_rank
+    live = torch.cat([*keys, torch.zeros(0, len(direction))]).to(q_dtype)
+    row = KV_FORMATS[kv_format]
+    scale = calibrate_scale(live[:, :rank], live[:, rank:], kv_format) if row.scaled else None
+    cache = poisoned_cache(
+        pages.num_blocks,
+        block_size,
+        kv_lora_rank=rank,
+        qk_rope_head_dim=widths.qk_rope_head_dim,
+        kv_format=kv_format,
+        scale=scale,
+        poison="nan" if poison == "needle" else poison,
+        views=views,
+    )
+    if poison == "needle":
+        every = torch.arange(pages.num_blocks * block_size)
+        traps = draw.normal(len(every), len(direction)) + _needle(widths, direction, longest)
+        cache.write(traps[:, :rank], traps[:, rank:], every)
+    cache.write(live[:, :rank], live[:, rank:], torch.cat([*pages.slots, torch.zeros(0, dtype=torch.int64)]))
+    return cache
+
+
+def _queries(
+    draw: Draw, widths: Widths, direction: Tensor, tokens: int, q_dtype: torch.dtype, views: bool
+) -> tuple[Tensor, Tensor]:
+    q = (draw.normal(tokens, widths.num_heads, len(direction)) + COMMON * direction).to(q_dtype)
+    if views:
+        # Heads outermost, in one buffer with the RoPE part and three elements more.
+        buffer = torch.full((widths.num_heads, tokens, len(direction) + 3), torch.nan, dtype=q_dtype)
+        buffer[..., : len(direction)] = q.transpose(0, 1)
+        q = buffer.transpose(0, 1)
+        return q[..., : widths.kv_lora_rank], q[..., widths.kv_lora_rank : len(direction)]
+    nope, rope = q.tensor_split((widths.kv_lora_rank,), -1)
+    return nope.contiguous(), rope.contiguous()
+
+
+def _sinks(draw: Draw, plain: AttentionOutput, kind: str) -> Tensor | None:
+    """[H] sinks; of head h near the lse of row h, if it is a number."""
+    if kind == "none":
+        return None
+    assert plain.lse is not None
+    heads = plain.lse.shape[1]
+    full = plain.lse[plain.lse.isfinite().all(-1)]
+    near = draw.normal(heads) / 2
+    if len(full):
+        head = torch.arange(heads)
+        near += full[head % len(full), head]
+    if kind == "infinite":
+        near[0::3] = torch.inf
+        near[1::3] = -torch.inf
+    return near
+
+
+def _odd(t: Tensor, views: bool) -> Tensor:
+    """The same values, as a view into a wider tensor of NaN."""
+    if not views:
+        return t.contiguous()
+    wide = torch.full((*t.shape[:-1], t.shape[-1] + 5), torch.nan, dtype=t.dtype)
+    wide[..., : t.shape[-1]] = t
+    return wide[..., : t.shape[-1]]
+
+
+def _indptr(q_lens: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *q_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
