@@ -1,149 +1,26 @@
-"""KV_FORMATS: how one token lies in a paged cache; and the cache: write, read, convert, calibrate, tag.
+"""KVCache: a paged cache that knows its format; write, read, convert, calibrate, open what others wrote.
 
 L = kv_lora_rank, R = qk_rope_head_dim, S new tokens. A slot is page * block_size + position in the page.
-A stored fp8 value is x / scale in fp32, clamped to the largest finite value and rounded to nearest, ties to
-even: ±inf saturates, NaN stays NaN. bf16, fp16 and fp32 parts are IEEE casts and keep ±inf. A scale in a row is
-the largest magnitude that it covers over the largest stored value, NaN left out.
 """
 
 import math
-import re
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from anymla import fp8
 from anymla.errors import Reasons
-from anymla.problem import KV_FORMAT_NAMES, canonical_name
+from anymla.kv_formats import KV_FORMATS as KV_FORMATS
+from anymla.kv_formats import NAME_OF_DTYPE, row_named
+from anymla.kv_formats import DequantScratch as DequantScratch
+from anymla.kv_formats import KVFormat as KVFormat
+from anymla.kv_formats import Tag as Tag
 
-_FN, _FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
-_FP8 = (_FN, _FNUZ)
 _FP32 = torch.finfo(torch.float32)
-
-# An e4m3 byte, sign-extended to int16, times 128, without bit 14, is an fp16 this many times too small.
-_FP16_RATIO = {_FN: 256.0, _FNUZ: 128.0}
 
 _CONVERTED_AT_ONCE = 1 << 19
 """Values: enough to hide the cost of the calls, few enough for the second-level cache."""
-
-
-@dataclass(frozen=True)
-class KVFormat:
-    """One way to store a token. A row of KV_FORMATS.
-
-    Attributes:
-        name: Key of KV_FORMATS, one of problem.KV_FORMAT_NAMES.
-        dtype: Element of KVCache.data; uint8 where a row mixes kinds.
-        value_dtype: Element of the stored latent.
-        scaled: One fp32 scale for the whole cache is required.
-        source: Where the layout is defined.
-        tile: Latent values that share a scale in the row, -1 for all L of them, 0 for no scale in the row.
-        block_flat: A page holds the values of all its tokens, then the scales of all its tokens.
-    """
-
-    name: str
-    dtype: torch.dtype
-    value_dtype: torch.dtype
-    scaled: bool
-    source: str
-    tile: int = 0
-    block_flat: bool = False
-
-    @property
-    def largest(self) -> float:
-        """The largest finite stored value."""
-        return torch.finfo(self.value_dtype).max
-
-    @property
-    def storage_dtype(self) -> torch.dtype:
-        """What rows are moved as: uint8 for one-byte elements, because few operations take float8."""
-        return torch.uint8 if self.dtype in _FP8 else self.dtype
-
-    def num_tiles(self, kv_lora_rank: int) -> int:
-        """Scales in one row."""
-        if not self.tile:
-            return 0
-        return 1 if self.tile < 0 else kv_lora_rank // self.tile
-
-    def row_width(self, kv_lora_rank: int, qk_rope_head_dim: int) -> int:
-        """Elements in the last axis of the cache."""
-        if not self.tile:
-            return kv_lora_rank + qk_rope_head_dim
-        return kv_lora_rank + 4 * self.num_tiles(kv_lora_rank) + 2 * qk_rope_head_dim
-
-    def bytes_per_token(self, kv_lora_rank: int, qk_rope_head_dim: int) -> int:
-        """Cache bytes of one token, such as 1152 for bf16 at 512/64."""
-        return self.row_width(kv_lora_rank, qk_rope_head_dim) * self.dtype.itemsize
-
-    def dequant_scratch(self, num_tokens: int, kv_lora_rank: int, qk_rope_head_dim: int) -> "DequantScratch":
-        """CPU memory to dequantise so many tokens in; of width 0 where none is needed."""
-        fp8 = kv_lora_rank if self.tile else kv_lora_rank + qk_rope_head_dim if self.scaled else 0
-        bits = torch.empty((num_tokens, fp8), dtype=torch.int16)
-        tiles = self.num_tiles(kv_lora_rank)
-        return DequantScratch(bits, torch.empty((num_tokens, tiles), dtype=torch.float32))
-
-    def refusal(self, kv_lora_rank: int, qk_rope_head_dim: int) -> str | None:
-        """Why this format cannot store rows of these widths, or None if it can."""
-        reasons = Reasons(self.name)
-        least = 4 if self.block_flat else max(self.tile, 1)
-        fits = kv_lora_rank >= 1 and kv_lora_rank % least == 0
-        needs = f"a multiple of {least} for {self.name}" if least > 1 else "at least 1"
-        reasons.need(fits, "kv_lora_rank", kv_lora_rank, needs)
-        if self.block_flat:
-            reasons.need(qk_rope_head_dim == 0, "qk_rope_head_dim", qk_rope_head_dim, f"0 for {self.name}")
-        elif self.tile:
-            # Every row starts at a multiple of 4 bytes, for its fp32 scales.
-            even = qk_rope_head_dim >= 0 and qk_rope_head_dim % 2 == 0
-            reasons.need(even, "qk_rope_head_dim", qk_rope_head_dim, f"0 or an even number for {self.name}")
-        else:
-            reasons.need(qk_rope_head_dim >= 0, "qk_rope_head_dim", qk_rope_head_dim, "at least 0")
-        return "; ".join(reasons.found) or None
-
-
-def _plain(name: str, dtype: torch.dtype, source: str) -> KVFormat:
-    return KVFormat(name, dtype, dtype, dtype in _FP8, source)
-
-
-_CONCAT = "vLLM csrc/cache_kernels.cu, concat_and_cache_mla"
-_DS_MLA = "vLLM csrc/cache_kernels.cu, concat_and_cache_ds_mla; FlashMLA README, FP8 KV cache"
-_INDEX_K = "vLLM csrc/cache_kernels.cu, indexer_k_quant_and_cache; DeepGEMM fp8_paged_mqa_logits"
-
-KV_FORMATS = {
-    row.name: row
-    for row in (
-        _plain("bf16", torch.bfloat16, _CONCAT),
-        _plain("fp16", torch.float16, _CONCAT),
-        _plain("fp32", torch.float32, _CONCAT),
-        _plain("fp8_e4m3fn", _FN, f"{_CONCAT}, kv_cache_dtype fp8; OCP OFP8 1.0"),
-        _plain("fp8_e4m3fnuz", _FNUZ, f"{_CONCAT}, kv_cache_dtype fp8; arXiv 2206.02915"),
-        KVFormat("fp8_ds_mla", torch.uint8, _FN, False, _DS_MLA, tile=128),
-        KVFormat("fp8_ds_mla_fnuz", torch.uint8, _FNUZ, False, _DS_MLA, tile=128),
-        KVFormat("index_k", torch.uint8, _FN, False, _INDEX_K, tile=-1, block_flat=True),
-        KVFormat("index_k_fnuz", torch.uint8, _FNUZ, False, _INDEX_K, tile=-1, block_flat=True),
-    )
-}
-"""Every format, by name."""
-
-assert tuple(KV_FORMATS) == KV_FORMAT_NAMES
-
-_NAME_OF_DTYPE = {row.dtype: row.name for row in KV_FORMATS.values() if row.dtype != torch.uint8}
-
-
-class DequantScratch(NamedTuple):
-    """Memory that `KVCache.dequantise` works in, so that it allocates nothing that grows with the tokens.
-
-    Attributes:
-        bits: [n, values of a token in fp8] int16.
-        scales: [n, tiles] fp32.
-    """
-
-    bits: Tensor
-    scales: Tensor
-
-    def first(self, num_tokens: int) -> "DequantScratch":
-        """That of the first tokens, a view."""
-        return DequantScratch(self.bits[:num_tokens], self.scales[:num_tokens])
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,7 +28,7 @@ class KVCache:
     """A paged cache that knows its format. Make one with `allocate` or `open_cache`, which check it.
 
     Attributes:
-        data: [num_blocks, block_size, row_width], format.dtype, contiguous in the last axis. Written in place.
+        data: [num_blocks, block_size, row_width], format.dtype, the last axis contiguous. Written in place.
         format: The row of KV_FORMATS by which `data` is read and written.
         kv_lora_rank: L.
         qk_rope_head_dim: R.
@@ -224,7 +101,7 @@ class KVCache:
         reasons = Reasons("KVCache.allocate")
         reasons.need(num_blocks >= 0, "num_blocks", num_blocks, "at least 0")
         reasons.need(block_size >= 1, "block_size", block_size, "at least 1")
-        row = _row_named(reasons, "kv_format", kv_format)
+        row = row_named(reasons, "kv_format", kv_format)
         if row is not None:
             target = torch.empty(0, device=device).device
             scale = _checked_scale(reasons, row, scale, target, check=False)
@@ -283,11 +160,11 @@ class KVCache:
         if row.scaled:
             assert self.scale is not None
             values = torch.cat([kv_c.float(), k_pe.float()], dim=-1)
-            return _to_fp8(values.div_(self.scale), row.value_dtype)
+            return fp8.to_bytes(values.div_(self.scale), row.value_dtype)
         tokens, tiles = kv_c.shape[0], row.num_tiles(width)
         values = kv_c.float().reshape(tokens, tiles, width // tiles)
-        scales = _tile_scales(values, row)
-        stored = _to_fp8(values / scales, row.value_dtype).view(tokens, width)
+        scales = fp8.tile_scales(values, row.value_dtype)
+        stored = fp8.to_bytes(values / scales, row.value_dtype).view(tokens, width)
         rope = k_pe.to(torch.bfloat16).contiguous().view(torch.uint8)
         return torch.cat([stored, scales.view(tokens, tiles).view(torch.uint8), rope], dim=-1)
 
@@ -335,18 +212,17 @@ class KVCache:
             scratch: From `format.dequant_scratch`, of n tokens, used on the CPU. None: it is allocated.
         """
         row, width = self.format, self.kv_lora_rank
-        if row.scaled:
-            assert self.scale is not None
-            _fp8_values(raw.view(torch.uint8), row.value_dtype, self.scale, out, scratch)
-        elif not row.tile:
-            out.copy_(raw)
-        else:
+        if row.tile:
             tiles = row.num_tiles(width)
             shape, rope = (raw.shape[0], tiles, width // tiles), width + 4 * tiles
             scales = raw[:, width:rope].view(torch.float32).unsqueeze(-1)
-            values = raw[:, :width].view(shape)
-            _fp8_values(values, row.value_dtype, scales, out[:, :width].view(shape), scratch)
+            self._write_fp8(raw[:, :width].view(shape), scales, out[:, :width].view(shape), scratch)
             out[:, width:] = raw[:, rope:].view(torch.bfloat16)
+        elif row.scaled:
+            assert self.scale is not None
+            self._write_fp8(raw.view(torch.uint8), self.scale, out, scratch)
+        else:
+            out.copy_(raw)
 
     def dequantise_pages(self, pages: Tensor, out: Tensor, scratch: DequantScratch | None = None) -> None:
         """Write the values of whole pages into `out`.
@@ -358,43 +234,19 @@ class KVCache:
         """
         if self.format.block_flat:
             values, scales = _split_flat(pages, self.kv_lora_rank)
-            _fp8_values(values, self.format.value_dtype, scales.view(torch.float32), out, scratch)
+            self._write_fp8(values, scales.view(torch.float32), out, scratch)
         else:
             self.dequantise(pages.flatten(0, 1), out.view(-1, self.width), scratch)
+
+    def _write_fp8(self, raw: Tensor, scale: Tensor, out: Tensor, scratch: DequantScratch | None) -> None:
+        bits = torch.empty(raw.shape, dtype=torch.int16) if scratch is None else scratch.bits
+        scales = scratch.scales if scratch is not None and scale.dim() > 1 else None
+        fp8.write_values(raw, self.format.value_dtype, scale, out, bits, scales)
 
     def _places(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Page and position of each slot, int64."""
         slots = slots.to(torch.int64)
         return slots // self.block_size, slots % self.block_size
-
-
-@dataclass(frozen=True)
-class Tag:
-    """What a cache's bytes mean, without the cache.
-
-    Attributes:
-        kv_format: Name of a row of KV_FORMATS.
-        kv_lora_rank: L.
-        qk_rope_head_dim: R.
-        block_size: Tokens a page.
-    """
-
-    kv_format: str
-    kv_lora_rank: int
-    qk_rope_head_dim: int
-    block_size: int
-
-    def __str__(self) -> str:
-        widths = f"L={self.kv_lora_rank} R={self.qk_rope_head_dim}"
-        return f"anymla-kv/1 {self.kv_format} {widths} block={self.block_size}"
-
-    @classmethod
-    def parse(cls, text: str) -> "Tag | None":
-        """Read a tag, or None if it is none of this version or names no format."""
-        match = re.fullmatch(r"anymla-kv/1 (\w+) L=(\d+) R=(\d+) block=(\d+)", text, re.ASCII)
-        if match is None or match[1] not in KV_FORMATS:
-            return None
-        return cls(match[1], int(match[2]), int(match[3]), int(match[4]))
 
 
 def open_cache(
@@ -408,11 +260,11 @@ def open_cache(
         data: [num_blocks, block_size, row_width], contiguous in the last axis; pages may lie apart.
         kv_lora_rank: L.
         qk_rope_head_dim: R.
-        kv_format: The format of `data`. None takes it from `tag`, else from the dtype. uint8 data needs one of
+        kv_format: The format of `data`. None: it is that of `tag`, else of the dtype; uint8 data needs one of
             the two.
         scale: [1] fp32 or a number, for the formats with one scale.
         tag: `KVCache.tag` of whoever wrote the pages. It is believed; what contradicts it is refused.
-        convert_to: A format to convert to by value, then into new memory. With a tag, kv_format may name it too.
+        convert_to: A format to convert to by value, into new memory. Beside a tag, kv_format may name it too.
         check: Look at the value of a scale on a device too; this syncs.
 
     Returns:
@@ -424,7 +276,7 @@ def open_cache(
     reasons = Reasons("open_cache")
     if not reasons.need(isinstance(data, Tensor), "kv_cache", type(data).__name__, "a torch.Tensor"):
         reasons.raise_if_any()
-    target = _row_named(reasons, "convert_to", convert_to) if convert_to is not None else None
+    target = row_named(reasons, "convert_to", convert_to) if convert_to is not None else None
     row = _row_of(reasons, data, kv_format, target, tag)
     if tag is not None and (told := Tag.parse(tag)) is not None:
         size = data.shape[1] if data.dim() == 3 else told.block_size
@@ -462,15 +314,14 @@ def convert(cache: KVCache, kv_format: str, *, scale: Tensor | float | None = No
         InvalidInput: The format is unknown, cannot hold these widths, or lacks a scale.
     """
     reasons = Reasons("convert")
-    target, source, width = _row_named(reasons, "kv_format", kv_format), cache.format, cache.kv_lora_rank
+    target, source, width = row_named(reasons, "kv_format", kv_format), cache.format, cache.kv_lora_rank
     if target is source and scale is None:
         return cache
     reasons.raise_if_any()
     assert target is not None
-    twins = (
-        scale is None and source.tile == target.tile and {source.value_dtype, target.value_dtype} == {*_FP8}
-    )
-    factor = 2.0 if target.value_dtype == _FNUZ else 1.0
+    flavours = {source.value_dtype, target.value_dtype}
+    twins = scale is None and source.tile == target.tile and flavours == {*fp8.FLAVOURS}
+    factor = 2.0 if target.value_dtype == fp8.FNUZ else 1.0
     if twins and cache.scale is not None:
         scale = cache.scale * factor
     result = KVCache.allocate(
@@ -508,7 +359,7 @@ def calibrate_scale(kv_c: Tensor, k_pe: Tensor, kv_format: str, *, margin: float
         InvalidInput: A value is NaN or infinite, or the format has no such scale.
     """
     reasons = Reasons("calibrate_scale")
-    row = _row_named(reasons, "kv_format", kv_format)
+    row = row_named(reasons, "kv_format", kv_format)
     if row is not None:
         scaled = " or ".join(name for name, other in KV_FORMATS.items() if other.scaled)
         reasons.need(row.scaled, "kv_format", row.name, f"a format with one scale: {scaled}")
@@ -525,33 +376,20 @@ def calibrate_scale(kv_c: Tensor, k_pe: Tensor, kv_format: str, *, margin: float
     return torch.tensor([scale], dtype=torch.float32, device=kv_c.device)
 
 
-def _row_named(reasons: Reasons, argument: str, name: str) -> KVFormat | None:
-    """The row of that name; a bare "fp8" names none, because its flavour differs from chip to chip."""
-    row = KV_FORMATS.get(canonical_name(name, "")) if isinstance(name, str) else None
-    reasons.need(row is not None, argument, repr(name), f"one of {', '.join(KV_FORMATS)}")
-    return row
-
-
 def _row_of(
     reasons: Reasons, data: Tensor, kv_format: str | None, target: KVFormat | None, tag: str | None
 ) -> KVFormat | None:
     """The format of `data` by its tag, else by name, else by dtype."""
-    by_dtype = _NAME_OF_DTYPE.get(data.dtype)
-    if (
-        kv_format is not None
-        and canonical_name(kv_format, "") == canonical_name("fp8", "")
-        and data.dtype in _FP8
-    ):
+    by_dtype = NAME_OF_DTYPE.get(data.dtype)
+    if kv_format in ("fp8", "fp8_e4m3") and data.dtype in fp8.FLAVOURS:
         kv_format = by_dtype
-    named = None if kv_format is None else _row_named(reasons, "kv_format", kv_format)
+    named = None if kv_format is None else row_named(reasons, "kv_format", kv_format)
     if tag is not None:
         told = Tag.parse(tag)
-        example = Tag("fp8_e4m3fn", 512, 64, 64)
-        if not reasons.need(
-            told is not None, "tag", repr(tag), f"one of this version, such as {str(example)!r}"
-        ):
+        needs = f"one of this version, such as '{Tag('fp8_e4m3fn', 512, 64, 64)}'"
+        reasons.need(told is not None, "tag", repr(tag), needs)
+        if told is None:
             return None
-        assert told is not None
         if named is not None and named is not target:
             wanted = f"{told.kv_format}, from the tag, or convert_to={named.name!r}"
             reasons.need(named.name == told.kv_format, "kv_format", named.name, wanted)
@@ -620,7 +458,7 @@ def _shown(scale: object) -> str:
 
 
 def _split_flat(pages: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Block-flat pages [p, n, width + 4] uint8 as values [p, n, width] and scale bytes [p, n, 4], both views."""
+    """Block-flat uint8 pages [p, n, width + 4] as values [p, n, width] and scale bytes [p, n, 4], views."""
     count, size, _ = pages.shape
     page = pages.stride(0)
     values = pages.as_strided((count, size, width), (page, width, 1))
@@ -628,62 +466,16 @@ def _split_flat(pages: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return values, scales
 
 
-def _tile_scales(values: Tensor, row: KVFormat) -> Tensor:
-    """fp32 scales [S, tiles, 1] of values [S, tiles, n], normal and such that scaled values are finite."""
-    most = 2.0 ** (127 - math.floor(math.log2(row.largest)))
-    amax = values.abs().nan_to_num_(nan=0.0, posinf=torch.inf).amax(-1, keepdim=True)
-    return (amax / row.largest).clamp_(_FP32.smallest_normal, most)
-
-
-def _to_fp8(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Bytes of the nearest fp8 values, ties to even, saturating; NaN stays NaN. Overwrites `values`."""
-    largest = torch.finfo(dtype).max
-    return values.clamp_(-largest, largest).to(dtype).view(torch.uint8)
-
-
 def _recode(raw: Tensor, source: KVFormat, target: KVFormat, num_values: int, factor: float) -> None:
     """Turn the fp8 values of rows into the other flavour, divided by `factor`, and multiply scales by it."""
     values = torch.empty((raw.shape[0], num_values), dtype=torch.float32, device=raw.device)
     inverse = torch.tensor([1 / factor], device=raw.device)
-    _fp8_values(raw[:, :num_values], source.value_dtype, inverse, values, None)
-    raw[:, :num_values] = _to_fp8(values, target.value_dtype)
+    fp8.write_values(
+        raw[:, :num_values], source.value_dtype, inverse, values, torch.empty_like(values, dtype=torch.int16)
+    )
+    raw[:, :num_values] = fp8.to_bytes(values, target.value_dtype)
     if target.tile:
         raw[:, num_values : num_values + 4 * target.num_tiles(num_values)].view(torch.float32).mul_(factor)
-
-
-def _fp8_values(
-    raw: Tensor, dtype: torch.dtype, scale: Tensor, out: Tensor, scratch: DequantScratch | None
-) -> None:
-    """out = fp8 bytes `raw` times `scale`, which broadcasts."""
-    if raw.device.type != "cpu":
-        torch.mul(raw.view(dtype).to(out.dtype), scale.to(out.dtype), out=out)
-        return
-    # torch's own cast of float8 runs one element at a time on CPUs without AVX-512: ten times slower than this.
-    bits = torch.empty(raw.shape, dtype=torch.int16) if scratch is None else scratch.bits.view(raw.shape)
-    has_nan = _has_nan(raw, dtype, bits)
-    bits.copy_(raw.view(torch.int8))
-    bits.mul_(128).bitwise_and_(-0x4001)
-    if has_nan and dtype == _FN:
-        # Only the two NaN codes, of magnitude 0x3F80, carry into bit 14; with it they are NaN in fp16.
-        bits.bitwise_or_((bits + 0x80).bitwise_and_(0x4000))
-    elif has_nan:
-        bits.masked_fill_(bits == -0x8000, 0x7E00)
-    out.copy_(bits.view(torch.float16))
-    if scratch is not None and scale.dim() > 1 and out.dtype == scale.dtype:
-        scale = torch.mul(scale, _FP16_RATIO[dtype], out=scratch.scales.view(scale.shape))
-    else:
-        scale = scale.to(out.dtype) * _FP16_RATIO[dtype]
-    out.mul_(scale)
-
-
-def _has_nan(raw: Tensor, dtype: torch.dtype, scratch: Tensor) -> bool:
-    """Whether one of these fp8 bytes is a NaN; `scratch` has the shape of `raw`, in int16."""
-    if not raw.numel():
-        return False
-    if dtype == _FNUZ:
-        return int(raw.view(torch.int8).amin()) == -0x80
-    magnitudes = scratch.view(-1).view(torch.uint8)[: raw.numel()].view(raw.shape)
-    return int(torch.bitwise_and(raw, 0x7F, out=magnitudes).amax()) == 0x7F
 
 
 def _word(dtype: torch.dtype) -> str:
