@@ -1,0 +1,131 @@
+"""`anymla doctor`: this machine, its versions, each backend's verdict, active quirks, what is verified here."""
+
+import json
+import platform
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import anymla
+from anymla import select
+from anymla.cli.explain import machine_fields, terminal, verdict_fields
+from anymla.hardware.probe import Machine, this_machine, torch_report
+from anymla.hardware.quirks import QUIRKS, Quirk
+from anymla.models import model_named
+from anymla.problem import OPS
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+VERSIONS_OF = ("numpy", "transformers", "vllm", "typer", "rich")
+ASKED_MODEL, ASKED_TP = "deepseek-v3.2", 8
+"""The model whose every operation each backend is asked about; it has an index, so all operations exist."""
+
+
+def doctor(in_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show this machine, its versions, each backend's verdict, active quirks and what is verified here.
+
+    It prints with a broken torch, too, and then ends with exit code 1.
+    """
+    machine = this_machine()
+    torch = torch_report()
+    versions = _versions(machine)
+    problems = {op: model_named(ASKED_MODEL).problem(op, tp=ASKED_TP) for op in OPS}
+    verdicts = {op: select.explain(problem, machine) for op, problem in problems.items()}
+    quirks = [quirk for quirk in QUIRKS if _is_active(quirk, machine)]
+    evidence = list(_evidence())
+    if in_json:
+        found = {
+            "machine": machine_fields(machine),
+            "versions": versions,
+            "torch": torch,
+            "verdicts": {op: [verdict_fields(one, problems[op]) for one in verdicts[op]] for op in OPS},
+            "quirks": [
+                {"backend": quirk.backend, "does": str(quirk), "source": quirk.source} for quirk in quirks
+            ],
+            "evidence": evidence,
+        }
+        print(json.dumps(found, indent=2))
+    else:
+        _show(terminal(), machine, torch, versions, verdicts, quirks, evidence)
+    if "error" in torch:
+        raise typer.Exit(1)
+
+
+def _versions(machine: Machine) -> dict[str, str]:
+    versions = {"anymla": anymla.__version__, "python": platform.python_version(), **dict(machine.packages)}
+    for name in VERSIONS_OF:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def _is_active(quirk: Quirk, machine: Machine) -> bool:
+    return quirk.arch.accepts(machine.arch) and not quirk.is_expired(dict(machine.packages))
+
+
+def _evidence() -> Iterator[dict[str, Any]]:
+    """The records of `anymla verify --record`, of this folder and of the checkout that this package is in."""
+    folders = dict.fromkeys(
+        (root / "evidence").resolve() for root in (Path.cwd(), Path(anymla.__file__).parents[1])
+    )
+    for path in (path for folder in folders for path in sorted(folder.glob("*.json"))):
+        try:
+            record = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            record = {"error": str(error)}
+        yield {"file": path.name, **(record if isinstance(record, dict) else {"records": record})}
+
+
+def _show(
+    console: "Console",
+    machine: Machine,
+    torch: dict[str, str],
+    versions: dict[str, str],
+    verdicts: dict[str, tuple[select.Verdict, ...]],
+    quirks: list[Quirk],
+    evidence: list[dict[str, Any]],
+) -> None:
+    from rich.markup import escape
+
+    console.print(f"[bold]machine[/]   {machine.arch} ({machine.device_name})")
+    if "error" in torch:
+        console.print(f"[bold]torch[/]     [red]broken: {escape(torch['error'])}[/]")
+    else:
+        built_for = [
+            f"{name} {torch[key]}" for name, key in (("CUDA", "cuda"), ("ROCm", "hip")) if torch[key]
+        ]
+        words = torch["torch"], *(built_for or ["CPU only"]), torch["devices"] or "no GPU in sight"
+        console.print(f"[bold]torch[/]     {', '.join(words)}")
+    console.print("[bold]versions[/]  " + ", ".join(f"{name} {value}" for name, value in versions.items()))
+    _show_verdicts(console, verdicts)
+    console.print("[bold]quirks[/]    " + ("" if quirks else "none on this machine"))
+    for quirk in quirks:
+        console.print(f"  {quirk.backend}: {escape(str(quirk))} [dim]({escape(quirk.source)})[/]")
+    console.print(
+        "[bold]verified[/]  " + ("" if evidence else "nothing recorded; run anymla verify --record")
+    )
+    for record in evidence:
+        known = (f"{name} {value}" for name, value in record.items() if isinstance(value, str | int | float))
+        console.print(f"  {escape(', '.join(known))}")
+
+
+def _show_verdicts(console: "Console", verdicts: dict[str, tuple[select.Verdict, ...]]) -> None:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=None)
+    for heading in ("backend", *(op.replace("_", " ") for op in verdicts), "why not"):
+        table.add_column(heading, no_wrap=heading != "why not")
+    for row in zip(*verdicts.values(), strict=True):
+        reasons = dict.fromkeys(reason for verdict in row for reason in verdict.reasons)
+        marks = ["[green]✓[/]" if verdict.accepted else "[red]✗[/]" for verdict in row]
+        table.add_row(f"[bold]{row[0].backend.name}[/]", *marks, "\n".join(map(escape, reasons)))
+    console.print(f"[bold]backends[/]  asked for {ASKED_MODEL} at tensor parallel size {ASKED_TP} in bf16")
+    console.print(table)

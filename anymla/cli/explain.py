@@ -1,0 +1,266 @@
+"""`anymla explain`: every backend's verdict on a model, for this machine or any other. Imports no torch."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from anymla import select
+from anymla.errors import InvalidInput, Reasons
+from anymla.hardware.arches import ARCHES
+from anymla.hardware.probe import Machine, machine_named, this_machine
+from anymla.models import MODELS, model_named
+from anymla.problem import DTYPE_NAMES, KV_FORMAT_NAMES, OPS, Problem, canonical_name
+from anymla.rules import listed
+from anymla.select import Verdict
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was asked of one machine, and what every backend says."""
+
+    problem: Problem
+    machine: Machine
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def choice(self) -> str | None:
+        """The backend that would be chosen."""
+        return next((verdict.backend.name for verdict in self.verdicts if verdict.accepted), None)
+
+
+def explain(
+    model: Annotated[str, typer.Option(help=f"One of {', '.join(MODELS)}.", show_default=False)],
+    tp: Annotated[int, typer.Option(help="Tensor parallel size; splits the heads.")] = 1,
+    machine: Annotated[
+        list[str] | None,
+        typer.Option(help=f"One of {', '.join(ARCHES)}, or all; may be repeated. Left out: this machine."),
+    ] = None,
+    kv: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Cache format: fp8, or one of {', '.join(KV_FORMAT_NAMES)}. Left out: as --dtype."
+        ),
+    ] = None,
+    q_len: Annotated[int, typer.Option(help="The most query tokens of any one sequence.")] = 1,
+    sinks: Annotated[bool, typer.Option("--sinks", help="With attention sinks.")] = False,
+    sparse: Annotated[bool, typer.Option("--sparse", help="Sparse decode over chosen tokens.")] = False,
+    dtype: Annotated[str, typer.Option(help="Dtype of the queries.")] = "bf16",
+    op: Annotated[str, typer.Option(help=f"One of {', '.join(OPS)}.")] = "decode",
+    block_size: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
+    topk: Annotated[
+        int | None, typer.Option(help="Keys a query token in sparse decode. Left out: as the model.")
+    ] = None,
+    lse: Annotated[bool, typer.Option("--lse", help="With the lse.")] = False,
+    in_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what every backend would do with a model on a machine, and why.
+
+    It needs neither that machine nor torch. Exit code 0 also if no backend takes the call.
+    """
+    reasons = Reasons("explain")
+    row = _asked(reasons, model_named, model)
+    tp_heads = tuple((size, row.local_heads(size)) for size in row.tp_sizes) if row else ()
+    if row:
+        _asked(reasons, row.local_heads, tp)
+    names = list(ARCHES) if machine and "all" in machine else machine or []
+    machines = [_asked(reasons, machine_named, name) for name in names] or [this_machine()]
+    wanted = canonical_name(dtype), canonical_name(kv or "bf16")
+    reasons.need(wanted[0] in DTYPE_NAMES, "dtype", dtype, f"one of {listed(DTYPE_NAMES)}")
+    reasons.need(wanted[1] in KV_FORMAT_NAMES, "kv", kv, f"fp8, {listed(KV_FORMAT_NAMES)}")
+    reasons.need(op in OPS, "op", op, f"one of {listed(OPS)}")
+    reasons.need(not sparse or op in ("decode", "sparse_decode"), "op", op, "sparse_decode with --sparse")
+    reasons.raise_if_any()
+    assert row is not None
+    answers = []
+    for place in machines:
+        assert place is not None
+        problem = row.problem(
+            "sparse_decode" if sparse else op,
+            tp=tp,
+            q_dtype=canonical_name(dtype, place.fp8_flavour),
+            kv_format=_kv_format(kv, op, place),
+            block_size=block_size,
+            q_len=q_len,
+            topk=topk,
+            lse=lse,
+            sinks=sinks or None,
+        )
+        answers.append(Answer(problem, place, select.explain(problem, place, tp_heads)))
+    if in_json:
+        found = [answer_fields(answer) for answer in answers]
+        for one in found:
+            one["problem"].update(model=model, tp=tp, sm_scale=row.sm_scale)
+        print(json.dumps(found[0] if len(found) == 1 else {"machines": found}, indent=2))
+    elif len(answers) == 1:
+        show_answer(terminal(), model, tp, answers[0])
+    else:
+        show_answers(terminal(), model, tp, answers)
+
+
+def _kv_format(kv: str | None, op: str, machine: Machine) -> str | None:
+    if kv is None and op == "index_topk" and machine.fp8_flavour == "e4m3fnuz":
+        return "index_k_fnuz"
+    return kv and canonical_name(kv, machine.fp8_flavour)
+
+
+def _asked(reasons: Reasons, question: Callable[..., T], *facts: object) -> T | None:
+    """The answer, or None with its reasons noted, so that all wrong options are named at once."""
+    try:
+        return question(*facts)
+    except InvalidInput as refusal:
+        reasons.found.extend(refusal.reasons)
+        return None
+
+
+def answer_fields(answer: Answer) -> dict[str, Any]:
+    """One machine's answer as JSON has it."""
+    problem = answer.problem
+    features = sorted(feature.name.lower() for feature in problem.features)
+    return {
+        "problem": {**asdict(problem), "features": features},
+        "machine": machine_fields(answer.machine),
+        "verdicts": [verdict_fields(verdict, problem) for verdict in answer.verdicts],
+        "choice": answer.choice,
+    }
+
+
+def machine_fields(machine: Machine) -> dict[str, Any]:
+    """A machine as JSON has it."""
+    return {**asdict(machine), "packages": dict(machine.packages)}
+
+
+def verdict_fields(verdict: Verdict, problem: Problem) -> dict[str, Any]:
+    """A verdict as JSON has it."""
+    padding = None
+    if verdict.padding:
+        heads, padded_heads = verdict.padding
+        padding = {"heads": heads, "padded_heads": padded_heads, "price": round(verdict.price, 3)}
+    return {
+        "backend": verdict.backend.name,
+        "accepted": verdict.accepted,
+        "reasons": list(verdict.reasons),
+        "quirks": [
+            {
+                "refuse": quirk.refuse,
+                "knob": quirk.knob,
+                "value": quirk.setting(problem),
+                "until": quirk.until,
+                "source": quirk.source,
+            }
+            for quirk in verdict.quirks
+        ],
+        "padding": padding,
+        "nearest": verdict.nearest,
+    }
+
+
+def terminal() -> "Console":
+    """Where text goes; wider than rich would have it where nobody looks at a terminal."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+
+
+def show_answer(console: "Console", model: str, tp: int, answer: Answer) -> None:
+    """Print one machine's answer as a table."""
+    from rich import box
+    from rich.table import Table
+
+    console.print(f"[bold]{model}[/] at tensor parallel size {tp}: {_problem_in_words(answer.problem)}")
+    console.print(f"on [bold]{answer.machine.arch}[/]{_machine_in_words(answer.machine)}\n")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("backend", "verdict", "heads", "why"):
+        table.add_column(heading, no_wrap=heading != "why")
+    for verdict in answer.verdicts:
+        table.add_row(
+            f"[bold]{verdict.backend.name}[/]",
+            "[green]accepts[/]" if verdict.accepted else "[red]refuses[/]",
+            _padding_in_words(verdict),
+            "\n".join(_why(verdict)),
+        )
+    console.print(table)
+    chosen = (
+        f"[bold green]{answer.choice}[/]" if answer.choice else "[bold red]none[/], every backend refuses"
+    )
+    console.print(f"choice: {chosen}")
+
+
+def show_answers(console: "Console", model: str, tp: int, answers: list[Answer]) -> None:
+    """Print a table over machines: what each backend objects to, in short."""
+    from rich import box
+    from rich.table import Table
+
+    console.print(f"[bold]{model}[/] at tensor parallel size {tp}: {_problem_in_words(answers[0].problem)}\n")
+    names = [verdict.backend.name for verdict in answers[0].verdicts]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("machine", "kv format", *names, "choice"):
+        table.add_column(heading, no_wrap=heading not in names)
+    for answer in answers:
+        cells = ["[green]accepts[/]" if v.accepted else _in_short(v) for v in answer.verdicts]
+        choice = f"[bold green]{answer.choice}[/]" if answer.choice else "[red]none[/]"
+        table.add_row(f"[bold]{answer.machine.arch}[/]", answer.problem.kv_format, *cells, choice)
+    console.print(table)
+    console.print("[dim]Name one --machine for the whole reasons, quirks and nearest changes.[/]")
+
+
+def _problem_in_words(problem: Problem) -> str:
+    words = [
+        problem.op.replace("_", " "),
+        f"{problem.num_heads} local heads",
+        f"queries {problem.q_dtype}",
+        f"cache {problem.kv_format} in pages of {problem.block_size}",
+        f"widths {problem.kv_lora_rank} + {problem.qk_rope_head_dim}",
+    ]
+    words += [f"top {problem.topk}"] if problem.topk else []
+    words += [f"{problem.q_len} query tokens a sequence"] if problem.q_len > 1 else []
+    asked = sorted(f.value for f in problem.features if f.name != "MULTI_TOKEN")
+    return ", ".join(words + ([f"with {' and '.join(asked)}"] if asked else []))
+
+
+def _machine_in_words(machine: Machine) -> str:
+    if machine.assumed:
+        return f" ({machine.device_name}), assumed with the newest release of every package"
+    packages = ", ".join(f"{name} {version}" for name, version in machine.packages)
+    return f" ({machine.device_name}), this machine, with {packages or 'no package that a backend needs'}"
+
+
+def _padding_in_words(verdict: Verdict) -> str:
+    if verdict.padding is None:
+        return "[red]does not fit[/]"
+    heads, padded_heads = verdict.padding
+    if heads == padded_heads:
+        return str(heads)
+    return f"[yellow]{heads} → {padded_heads}[/] ({verdict.price:.2f}× work)"
+
+
+def _why(verdict: Verdict) -> list[str]:
+    from rich.markup import escape
+
+    lines = [f"· {escape(reason)}" for reason in verdict.reasons]
+    lines += [f"[yellow]quirk: {escape(str(quirk))}[/]" for quirk in verdict.quirks if quirk.knob]
+    return lines + ([f"[cyan]→ {escape(verdict.nearest)}[/]"] if verdict.nearest else [])
+
+
+def _in_short(verdict: Verdict) -> str:
+    """What it objects to, without values."""
+    quirks = {quirk.refuse for quirk in verdict.quirks}
+    shorts = ["quirk" if reason in quirks else _subject(reason) for reason in verdict.reasons]
+    return f"[dim]{', '.join(shorts)}[/]"
+
+
+def _subject(reason: str) -> str:
+    return (
+        reason.partition(" got ")[0]
+        .partition(" lacks ")[0]
+        .removesuffix(" yet")
+        .removesuffix(" is not installed")
+    )
