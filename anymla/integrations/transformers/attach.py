@@ -1,0 +1,385 @@
+"""Attach: one call that moves a model's attention onto our pages, and one that takes it back."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, StaticCache
+
+from anymla import select
+from anymla.errors import InvalidInput, Reasons
+from anymla.hardware.probe import Machine
+from anymla.integrations.transformers import attention
+from anymla.integrations.transformers.cache import adopt, is_paged
+from anymla.integrations.transformers.families import (
+    GROUPED,
+    LATENT,
+    SPARSE,
+    Settings,
+    Site,
+    break_even_tokens,
+    site_of,
+)
+from anymla.integrations.transformers.pages import PagePool
+from anymla.kv_cache import KV_FORMATS
+from anymla.plans import machine_of
+from anymla.problem import Feature, Problem, canonical_name
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Attachment:
+    """A model whose attention runs on latent pages; `detach`, or leaving a `with` block, restores it.
+
+    Attributes:
+        model: The model given to `attach`.
+        settings: What was asked for; `settings.calls` counts the layers that ran in each form.
+        sites: The attention modules, by their layer index in the cache.
+    """
+
+    def __init__(
+        self, model: Any, owner: Any, sites: dict[int, Site], choices: tuple[select.Choice, ...]
+    ) -> None:
+        self.model, self.sites = model, sites
+        self.settings = next(iter(sites.values())).settings
+        self._owner, self._choices = owner, choices
+        self._undo: list[Callable[[], object]] = []
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether the model's attention is ours now."""
+        return bool(self._undo)
+
+    @property
+    def backend(self) -> str:
+        """The backend that decodes."""
+        return self._choices[0].backend.name
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Cache bytes of one token, all layers."""
+        row = KV_FORMATS[self.settings.kv_format]
+        return sum(row.bytes_per_token(s.kv_lora_rank, s.qk_rope_head_dim) for s in self.sites.values())
+
+    @property
+    def stock_bytes_per_token(self) -> int:
+        """Bytes of one token in the cache that this transformers would use itself, all layers."""
+        return sum(s.stored_width * s.weight.element_size() for s in self.sites.values())
+
+    def explain(self) -> str:
+        """Which backend decodes and which prefills, why, and why the others do not."""
+        return "\n".join(str(choice) for choice in self._choices)
+
+    def new_cache(self, *, max_cache_len: int | None = None) -> Any:
+        """An empty paged cache for `generate(cache=...)` or several calls of the model.
+
+        Args:
+            max_cache_len: Tokens a sequence for which pages are set aside; None lets the cache grow between steps.
+
+        Returns:
+            A DynamicCache, or a StaticCache if max_cache_len is given, whose attention layers are paged.
+        """
+        config = self._owner.config
+        cache = DynamicCache(config=config)
+        if max_cache_len is not None:
+            cache = StaticCache(config=config, max_cache_len=max_cache_len)
+        self._adopt(cache)
+        return cache
+
+    def detach(self) -> None:
+        """Restore the model exactly. Caches made meanwhile cannot be used without it. Twice is once."""
+        while self._undo:
+            self._undo.pop()()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.detach()
+
+    def _adopt(self, cache: Any) -> None:
+        wanted = self.settings
+        pool = PagePool(
+            kv_format=wanted.kv_format,
+            block_size=wanted.block_size,
+            device=next(iter(self.sites.values())).weight.device,
+            num_blocks=wanted.num_blocks,
+            k_scale=wanted.k_scale,
+        )
+        adopt(cache, pool, self.sites, self._owner.config)
+
+    def _before_forward(
+        self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Put pages into the cache of this forward pass, making a cache where the model would make one."""
+        bound = inspect.signature(owner.forward).bind_partial(*args, **kwargs)
+        given = {**bound.arguments.get("kwargs", {}), **bound.arguments}
+        weights = given.get("output_attentions") or getattr(owner.config, "output_attentions", False)
+        if weights:
+            needs = "False: attention weights are never formed; detach() to see them"
+            raise InvalidInput("attention", [f"output_attentions got True; needs {needs}"])
+        names = ("cache", "past_key_values")
+        cache = next((given[name] for name in names if given.get(name) is not None), None)
+        uses_cache = given.get("use_cache")
+        if uses_cache is None:
+            uses_cache = getattr(owner.config, "use_cache", False)
+        if cache is not None:
+            if not is_paged(cache):
+                self._adopt(cache)
+        elif uses_cache:
+            # transformers 5.24 renamed the argument.
+            name = next(n for n in names if n in inspect.signature(owner.forward).parameters)
+            bound.arguments[name] = self.new_cache()
+            return bound.args, bound.kwargs
+        return args, kwargs
+
+    def _apply(self) -> None:
+        owner, modules = self._owner, [site.module for site in self.sites.values()]
+        for site in self.sites.values():
+            self._set(site.module, attention.SITE, site)
+            if hasattr(site.module, "expand_kv"):
+                self._set(site.module, "expand_kv", _keep_latents)
+        configs = {id(module.config): module.config for module in (owner, *modules)}
+        for config in configs.values():
+            self._set(config, "_attn_implementation_internal", attention.NAME)
+        if hasattr(self.model, "_valid_auto_compile_criteria"):
+            # A compiled forward would bake this step's pages into its graph.
+            self._set(self.model, "_valid_auto_compile_criteria", _never)
+        hook = owner.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._undo.append(hook.remove)
+
+    def _set(self, target: Any, name: str, value: object) -> None:
+        """Set an attribute of this one object; undone by the old value, or by none if it had none of its own."""
+        if name in vars(target):
+            old = vars(target)[name]
+            self._undo.append(lambda: setattr(target, name, old))
+        else:
+            self._undo.append(lambda: delattr(target, name))
+        setattr(target, name, value)
+
+
+def attach(
+    model: Any,
+    *,
+    kv_format: str = "auto",
+    block_size: int = 64,
+    backend: str = "auto",
+    prefill_threshold: int | str | None = "auto",
+    num_blocks: int | None = None,
+    k_scale: Tensor | float | None = None,
+) -> Attachment:
+    """Run a transformers model's attention as absorbed MLA over our paged latent cache.
+
+    `model(...)` and `model.generate(...)` are used as before. The weights stay where they are. Grouped-query models of
+    the Llama kind are MLA with the latent [keys | values] and are served the same way.
+
+    Args:
+        model: A transformers model (or its text model) in evaluation mode. Every attention must be of a served family.
+        kv_format: "auto" for the dtype of the model, or the name of a row of KV_FORMATS that its widths fit.
+        block_size: Tokens a page.
+        backend: A registry name, or "auto" for the first that accepts.
+        prefill_threshold: New tokens of a sequence from which keys are decompressed once instead of every query being
+            absorbed; "auto" is where that is less work; None never does it.
+        num_blocks: Pages of each cache, all layers alike. None starts small; the cache grows between steps, and moves.
+        k_scale: Multiplies the values of an fp8 cache with one scale. None: calibrated at each layer's first tokens,
+            with room for twice their largest value.
+
+    Returns:
+        The attachment. Nothing of the model has changed but where its attention reads.
+
+    Raises:
+        InvalidInput: the model is not served, with every reason; it is unchanged.
+        NoBackend: no backend, or not the named one, takes this model on its device; it is unchanged.
+    """
+    reasons = Reasons("attach")
+    if not isinstance(model, PreTrainedModel):
+        reasons.need(False, "model", type(model).__name__, "a transformers model")
+        reasons.raise_if_any()
+    found = _attention_modules(reasons, model)
+    reasons.raise_if_any()
+    owner = _owner_of(reasons, model, [name for name, _ in found])
+    weight = _check_weights(reasons, [module for _, module in found])
+    reasons.raise_if_any()
+    machine = machine_of(weight.device)
+    row = _format_named(reasons, kv_format, weight.dtype, machine)
+    scale = _scale_for(reasons, row, k_scale, weight.device)
+    _check_numbers(reasons, block_size=block_size, num_blocks=num_blocks, prefill_threshold=prefill_threshold)
+    settings = Settings(row, block_size, backend, None, num_blocks, scale)
+    sites = _sites(reasons, found, settings)
+    reasons.need(not getattr(owner.config, "output_attentions", False), "output_attentions", True, "False")
+    reasons.need(getattr(owner.config, "is_causal", True), "is_causal", False, "True")
+    _check_layers(reasons, owner.config, sites)
+    reasons.raise_if_any()
+    first = next(iter(sites.values()))
+    settings.prefill_threshold = (
+        break_even_tokens(first) if prefill_threshold == "auto" else prefill_threshold
+    )
+    choices = _choices(first, machine, weight.dtype)
+    attention.register()
+    attachment = Attachment(model, owner, sites, choices)
+    attachment._apply()
+    return attachment
+
+
+def _attention_modules(reasons: Reasons, model: nn.Module) -> list[tuple[str, Any]]:
+    """The attention modules that we serve, by name, with every other one noted."""
+    found: list[tuple[str, Any]] = []
+    foreign: dict[str, str] = {}
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind in LATENT or kind in GROUPED:
+            found.append((name, module))
+            if hasattr(module, attention.SITE):
+                reasons.need(False, name, "an attached module", "one that is not attached yet")
+        elif kind in SPARSE or hasattr(module, "indexer"):
+            why = SPARSE.get(kind, "chooses its keys with an indexer (sparse attention), which is not served")
+            foreign.setdefault(kind, f"{name} got {kind}, which {why}; needs dense attention")
+        elif hasattr(module, "expand_kv"):
+            needs = f"one of {', '.join(sorted(LATENT))}"
+            foreign.setdefault(
+                kind, f"{name} got {kind}, a latent attention that is not known; needs {needs}"
+            )
+    reasons.found.extend(foreign.values())
+    if not found and not foreign:
+        needs = f"{', '.join(sorted((*LATENT, *GROUPED)))}"
+        reasons.need(False, "model", f"{type(model).__name__} without such attention", f"one of {needs}")
+    return found
+
+
+def _owner_of(reasons: Reasons, model: Any, names: Iterable[str]) -> Any:
+    """The innermost model around all attention modules: it is handed the cache and makes the masks."""
+    owners = {}
+    for name in names:
+        path = name
+        while path:
+            path = path.rpartition(".")[0]
+            candidate = model.get_submodule(path) if path else model
+            if isinstance(candidate, PreTrainedModel):
+                owners[path] = candidate
+                break
+    reasons.need(
+        len(owners) == 1, "model", f"attention in {len(owners)} text models", "one; attach each by itself"
+    )
+    return next(iter(owners.values()))
+
+
+def _check_weights(reasons: Reasons, modules: list[Any]) -> Tensor:
+    """Note weights that are not on one device in one usable dtype; the first of them."""
+    weights = [getattr(module, "kv_b_proj", module.o_proj).weight for module in modules]
+    devices, dtypes = {w.device for w in weights}, {w.dtype for w in weights}
+    shown = ", ".join(sorted(map(str, devices)))
+    reasons.need(
+        len(devices) == 1 and not weights[0].is_meta,
+        "model",
+        f"attention on {shown}",
+        "one device that holds its weights",
+    )
+    usable = len(dtypes) == 1 and weights[0].dtype in _DTYPES
+    reasons.need(
+        usable, "model", f"weights of {', '.join(sorted(map(str, dtypes)))}", "float32, bfloat16 or float16"
+    )
+    weight: Tensor = weights[0]
+    return weight
+
+
+def _format_named(reasons: Reasons, kv_format: str, dtype: torch.dtype, machine: Machine) -> str:
+    name = str(dtype) if kv_format == "auto" else kv_format
+    name = canonical_name(name, machine.fp8_flavour)
+    usable = [known for known in KV_FORMATS if not known.startswith("index_k")]
+    reasons.need(name in usable, "kv_format", repr(kv_format), f"auto or one of {', '.join(usable)}")
+    return name
+
+
+def _scale_for(
+    reasons: Reasons, kv_format: str, k_scale: Tensor | float | None, device: torch.device
+) -> Tensor | None:
+    if k_scale is None:
+        return None
+    scaled = kv_format in KV_FORMATS and KV_FORMATS[kv_format].scaled
+    reasons.need(scaled, "k_scale", "a value", f"None: {kv_format} has no scale of its own")
+    scale = torch.as_tensor(k_scale, dtype=torch.float32, device=device).reshape(-1)
+    good = scale.numel() == 1 and bool((scale > 0).all()) and bool(scale.isfinite().all())
+    reasons.need(good, "k_scale", k_scale, "one positive finite number")
+    return scale
+
+
+def _check_numbers(reasons: Reasons, **numbers: object) -> None:
+    for name, value in numbers.items():
+        free = name != "block_size" and (value is None or (name == "prefill_threshold" and value == "auto"))
+        reasons.need(free or (isinstance(value, int) and value > 0), name, value, "at least 1")
+
+
+def _sites(reasons: Reasons, found: list[tuple[str, Any]], settings: Settings) -> dict[int, Site]:
+    sites: dict[int, Site] = {}
+    for name, module in found:
+        site = site_of(module, settings)
+        assert site is not None
+        reasons.need(
+            module.layer_idx not in sites, name, f"layer_idx {module.layer_idx} again", "one of its own"
+        )
+        site.check(reasons, name)
+        if settings.kv_format in KV_FORMATS:
+            row = KV_FORMATS[settings.kv_format]
+            refusal = row.refusal(site.kv_lora_rank, site.qk_rope_head_dim)
+            if refusal and refusal not in reasons.found:
+                reasons.found.append(refusal)
+        sites[module.layer_idx] = site
+    return sites
+
+
+def _check_layers(reasons: Reasons, config: Any, sites: Iterable[int]) -> None:
+    """Note layers whose cache is not one of all their tokens."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        for name in ("sliding_window", "attention_chunk_size"):
+            value = getattr(config, name, None)
+            reasons.need(value is None, name, value, "None: every key is kept and attended to")
+        return
+    for kind in sorted({kinds[index] for index in sites} - {"full_attention"}):
+        reasons.need(False, "layer_types", kind, "full_attention, for every attention that is attached")
+
+
+def _choices(site: Site, machine: Machine, dtype: torch.dtype) -> tuple[select.Choice, ...]:
+    """The backends of both forms, chosen now so that a refusal comes before anything has changed."""
+    settings = site.settings
+    decode = Problem(
+        op="decode",
+        q_dtype=canonical_name(str(dtype)),
+        kv_format=settings.kv_format,
+        num_heads=site.num_heads,
+        kv_lora_rank=site.kv_lora_rank,
+        qk_rope_head_dim=site.qk_rope_head_dim,
+        block_size=settings.block_size,
+    )
+    choices = (select.choose(decode, machine, settings.backend),)
+    if settings.prefill_threshold is None:
+        return choices
+    prefill = Problem(
+        op="prefill",
+        q_dtype=decode.q_dtype,
+        kv_format=decode.kv_format,
+        num_heads=decode.num_heads,
+        kv_lora_rank=decode.kv_lora_rank,
+        qk_rope_head_dim=decode.qk_rope_head_dim,
+        qk_nope_head_dim=site.qk_nope_head_dim,
+        v_head_dim=site.v_head_dim,
+        block_size=settings.block_size,
+        q_len=settings.prefill_threshold,
+        features=frozenset({Feature.MULTI_TOKEN}),
+    )
+    return (*choices, select.choose(prefill, machine, settings.backend))
+
+
+def _keep_latents(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+    """In the place of expand_kv: attention gets the latents as they are cached."""
+    return kv_nope, k_rot
+
+
+def _never(*args: object, **kwargs: object) -> bool:
+    return False

@@ -1,0 +1,238 @@
+"""Which attention modules of transformers are MLA, which are grouped-query and thereby MLA too, and which are refused.
+
+H heads, L = kv_lora_rank, R = qk_rope_head_dim, P = qk_nope_head_dim, V = v_head_dim, S tokens.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from anymla import latent
+from anymla.errors import Reasons
+
+LATENT = (
+    "AXK1Attention",
+    "BailingHybridAttention",
+    "DeepseekV2Attention",
+    "DeepseekV3Attention",
+    "Glm4MoeLiteAttention",
+    "KimiLinearAttention",
+    "LongcatFlashMLA",
+    "MiniCPM3Attention",
+    "Mistral4Attention",
+    "YoutuAttention",
+)
+"""Attention classes that cache one latent a token and expand it in `expand_kv`. Kimi-K2 uses DeepseekV3Attention."""
+
+GROUPED = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
+"""Attention classes that cache rotated keys and values of num_key_value_heads heads."""
+
+_INDEXED = "chooses its keys with an indexer (sparse attention), which this version does not serve"
+SPARSE = {
+    "AXK2Attention": _INDEXED,
+    "DeepseekV32Attention": _INDEXED,
+    "Dots3NoteTextAttention": _INDEXED,
+    "Glm5NextTextAttention": _INDEXED,
+    "GlmMoeDsaAttention": _INDEXED,
+    "HYV4Attention": _INDEXED,
+    "HYV4VLAttention": _INDEXED,
+    "MistralLarge4TextAttention": _INDEXED,
+}
+"""Attention classes that are refused, and why."""
+
+
+@dataclass
+class Settings:
+    """What `attach` was asked for, shared by all attention modules of a model.
+
+    Attributes:
+        kv_format: Name of a row of KV_FORMATS.
+        block_size: Tokens a page.
+        backend: A registry name, or "auto".
+        prefill_threshold: New tokens of a sequence from which the decompressed form is used; None: never.
+        num_blocks: Pages of a cache; None lets it grow between steps.
+        k_scale: [1] fp32 for an fp8 cache with one scale; None calibrates it at each layer's first tokens.
+        calls: How often each form ran, a layer each time: "absorbed" and "decompressed".
+        selectors: The up-projections of grouped-query modules; those of equal widths share one pair.
+    """
+
+    kv_format: str
+    block_size: int
+    backend: str
+    prefill_threshold: int | None
+    num_blocks: int | None
+    k_scale: Tensor | None
+    calls: Counter[str] = field(default_factory=Counter)
+    selectors: dict[tuple[object, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+
+@dataclass
+class LatentSite:
+    """One MLA attention module: its widths, and the way between its tensors and ours.
+
+    Attributes:
+        module: The attention module.
+        settings: Of the attachment.
+    """
+
+    module: Any
+    settings: Settings
+    stored_width: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        module = self.module
+        self.kv_lora_rank, self.qk_rope_head_dim = module.kv_lora_rank, module.qk_rope_head_dim
+        self.qk_nope_head_dim, self.v_head_dim = module.qk_nope_head_dim, module.v_head_dim
+        self.stored_width = self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def weight(self) -> Tensor:
+        """A weight whose dtype and device are those of this module's latents."""
+        weight: Tensor = self.module.kv_b_proj.weight
+        return weight
+
+    @property
+    def num_heads(self) -> int:
+        """H of this rank."""
+        return self.weight.shape[0] // (self.qk_nope_head_dim + self.v_head_dim)
+
+    def up_projections(self, num_heads: int) -> tuple[Tensor, Tensor]:
+        """w_uk [H, P, L] and w_uv [H, L, V], views of the weight as it is now."""
+        heads = self.weight.detach().unflatten(0, (num_heads, -1))
+        w_uk, w_uv = heads.split((self.qk_nope_head_dim, self.v_head_dim), dim=1)
+        return w_uk, w_uv.transpose(1, 2)
+
+    def new_tokens(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """kv_c [S, L] and k_pe [S, R] of states [B, 1, q, L] and [B, 1, q, R]."""
+        return key[:, 0].flatten(0, 1), value[:, 0].flatten(0, 1)
+
+    def split_query(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """q_nope [T, H, P] and q_pe [T, H, R] of queries [T, H, P + R]."""
+        q_nope, q_pe = query.split((self.qk_nope_head_dim, self.qk_rope_head_dim), dim=-1)
+        return q_nope, q_pe
+
+    def absorb(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """ql_nope [T, H, L] and q_pe [T, H, R] of queries [T, H, P + R]."""
+        q_nope, q_pe = self.split_query(query)
+        return latent.absorb_q(q_nope, self.up_projections(query.shape[1])[0]), q_pe
+
+    def project(self, out: Tensor) -> Tensor:
+        """[T, H, V] of a latent output [T, H, L]."""
+        return latent.project_v(out, self.up_projections(out.shape[1])[1])
+
+    def check(self, reasons: Reasons, name: str) -> None:
+        """Note why this module's expansion is not the plain one of MLA; it is run, not believed."""
+        proj = self.module.kv_b_proj
+        # A subclass may quantise or adapt: then the bare weight is not the projection.
+        if not reasons.need(type(proj) is nn.Linear, f"{name}.kv_b_proj", type(proj).__name__, "nn.Linear"):
+            return
+        rows, head = self.weight.shape[0], self.qk_nope_head_dim + self.v_head_dim
+        whole = reasons.need(rows % head == 0, f"{name}.kv_b_proj", f"{rows} rows", f"a multiple of {head}")
+        whole &= reasons.need(proj.bias is None, f"{name}.kv_b_proj", "a bias", "none")
+        if not whole or self.weight.is_meta:
+            return
+        seeded = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            tokens = torch.randn(1, 1, 2, self.stored_width, generator=seeded).to(self.weight)
+            kv_c, k_pe = tokens.split((self.kv_lora_rank, self.qk_rope_head_dim), dim=-1)
+            keys, values = self.module.expand_kv(kv_c, k_pe)
+            plain = nn.functional.linear(kv_c[0, 0], self.weight).unflatten(1, (self.num_heads, head))
+            k_nope, v = plain.transpose(0, 1).split((self.qk_nope_head_dim, self.v_head_dim), dim=-1)
+            expected = torch.cat((k_nope, k_pe[0].expand(self.num_heads, -1, -1)), dim=-1)
+            same = torch.equal(keys[0], expected) and torch.equal(values[0], v)
+        reasons.need(
+            same, f"{name}.expand_kv", "another expansion", "[k_nope; v] = kv_b_proj(c), k = [k_nope; k_pe]"
+        )
+
+
+@dataclass
+class GroupedSite:
+    """One grouped-query attention module, which is MLA with the latent [keys | values]: L = 2·G·d, R = 0.
+
+    Attributes:
+        module: The attention module.
+        settings: Of the attachment.
+    """
+
+    module: Any
+    settings: Settings
+    stored_width: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        module = self.module
+        self.head_dim = module.head_dim
+        self.num_kv_heads = module.k_proj.out_features // module.head_dim
+        self.num_heads = module.q_proj.out_features // module.head_dim
+        self.kv_lora_rank, self.qk_rope_head_dim = 2 * self.num_kv_heads * self.head_dim, 0
+        self.qk_nope_head_dim = self.v_head_dim = self.head_dim
+        self.stored_width = self.kv_lora_rank
+
+    @property
+    def weight(self) -> Tensor:
+        """A weight whose dtype and device are those of this module's keys."""
+        weight: Tensor = self.module.o_proj.weight
+        return weight
+
+    def up_projections(self, num_heads: int) -> tuple[Tensor, Tensor]:
+        """w_uk [H, d, L] and w_uv [H, L, d] that pick each head's block."""
+        like = {"dtype": self.weight.dtype, "device": self.weight.device}
+        key = num_heads, self.num_kv_heads, self.head_dim, *like.values()
+        if key not in self.settings.selectors:
+            self.settings.selectors[key] = latent.block_selectors(*key[:3], **like)
+        return self.settings.selectors[key]
+
+    def new_tokens(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """kv_c [S, L] and k_pe [S, 0] of states [B, G, q, d]."""
+        k, v = (states.transpose(1, 2).flatten(0, 1) for states in (key, value))
+        return latent.gqa_latent(k, v), k.new_empty(k.shape[0], 0)
+
+    def split_query(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """q_nope [T, H, d] and q_pe [T, H, 0] of queries [T, H, d]."""
+        return query, query[..., :0]
+
+    def absorb(self, query: Tensor) -> tuple[Tensor, Tensor]:
+        """ql_nope [T, H, L] and q_pe [T, H, 0] of queries [T, H, d]."""
+        return latent.absorb_gqa(query, self.num_kv_heads), query[..., :0]
+
+    def project(self, out: Tensor) -> Tensor:
+        """[T, H, d] of a latent output [T, H, L]."""
+        return latent.project_gqa(out, self.num_kv_heads)
+
+    def check(self, reasons: Reasons, name: str) -> None:
+        """Note heads that do not group, and a window that would be ignored."""
+        heads, groups = self.num_heads, self.num_kv_heads
+        reasons.need(
+            groups > 0 and heads % groups == 0,
+            f"{name}.k_proj",
+            f"{groups} heads",
+            f"a divisor of {heads}, the heads",
+        )
+        window = getattr(self.module, "sliding_window", None)
+        reasons.need(
+            window is None, f"{name}.sliding_window", window, "None: every key is kept and attended to"
+        )
+
+
+Site = LatentSite | GroupedSite
+
+
+def site_of(module: Any, settings: Settings) -> Site | None:
+    """The site of an attention module that we serve, or None."""
+    kind = type(module).__name__
+    if kind in LATENT:
+        return LatentSite(module, settings)
+    return GroupedSite(module, settings) if kind in GROUPED else None
+
+
+def break_even_tokens(site: Site) -> int | None:
+    """New tokens of a sequence from which decompressing each key once is less work than absorbing each query.
+
+    A key costs L·(P + V) multiplications a head to decompress; a query then saves 2L - P - V at each key.
+    None: it never pays, because the latent is not wider than the heads.
+    """
+    heads = site.qk_nope_head_dim + site.v_head_dim
+    saved = 2 * site.kv_lora_rank - heads
+    return -(-site.kv_lora_rank * heads // saved) if saved > 0 else None

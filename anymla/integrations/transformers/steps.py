@@ -1,0 +1,231 @@
+"""One forward pass over a cache: which tokens its mask keeps, where they go, and the plans that its layers share."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymla.contract import Batch
+from anymla.errors import Reasons
+from anymla.integrations.transformers.families import Site
+from anymla.integrations.transformers.pages import PagePool
+from anymla.plans import DecodePlan, PrefillPlan, plan_decode, plan_prefill
+
+_MASK_ROWS = 1024
+"""Rows of a mask that are compared at a time, so that a long prefill needs no second mask."""
+
+
+@dataclass
+class Step:
+    """What the first layer of a forward pass decides for all of them.
+
+    The model's tokens form a grid [B, q]. Stored tokens are packed, sequence by sequence. A hidden token whose mask
+    row is not blank (right padding) sees the keys stored before it; it is computed apart, as a sequence of its own,
+    because its row does not advance. All other rows of the grid come out 0.
+
+    Attributes:
+        grid: (B, q).
+        rows: [T] int64 places of the stored tokens in the flattened grid; None: all of them, in order.
+        slot_mapping: [T] int64.
+        batch: The stored tokens as a decode step; None: there are none.
+        prompt: The same as a prefill step.
+        hidden_rows: [N] int64 places of hidden tokens that see keys; None: there are none.
+        hidden: Those as a decode step of N sequences.
+        plans: By the facts of the layer that asked first.
+    """
+
+    grid: tuple[int, int]
+    rows: Tensor | None
+    slot_mapping: Tensor
+    batch: Batch | None
+    prompt: Batch | None
+    hidden_rows: Tensor | None
+    hidden: Batch | None
+    plans: dict[tuple[object, ...], Any] = field(default_factory=dict)
+
+    def decode_plan(self, site: Site, query: Tensor, kv_format: str, batch: Batch) -> DecodePlan:
+        """The plan of this step's absorbed form for layers like this one."""
+        key = ("decode", batch is self.hidden, *_facts(site, query))
+        if key not in self.plans:
+            self.plans[key] = plan_decode(
+                batch,
+                num_heads=query.shape[1],
+                kv_lora_rank=site.kv_lora_rank,
+                qk_rope_head_dim=site.qk_rope_head_dim,
+                q_dtype=query.dtype,
+                kv_format=kv_format,
+                backend=site.settings.backend,
+            )
+        plan: DecodePlan = self.plans[key]
+        return plan
+
+    def prefill_plan(self, site: Site, query: Tensor, kv_format: str, prompt: Batch) -> PrefillPlan:
+        """The plan of this step's decompressed form for layers like this one."""
+        key = ("prefill", *_facts(site, query))
+        if key not in self.plans:
+            self.plans[key] = plan_prefill(
+                prompt,
+                num_heads=query.shape[1],
+                kv_lora_rank=site.kv_lora_rank,
+                qk_rope_head_dim=site.qk_rope_head_dim,
+                qk_nope_head_dim=site.qk_nope_head_dim,
+                v_head_dim=site.v_head_dim,
+                q_dtype=query.dtype,
+                kv_format=kv_format,
+                backend=site.settings.backend,
+            )
+        plan: PrefillPlan = self.plans[key]
+        return plan
+
+
+def begin(pool: PagePool, grid: tuple[int, int], mask: Tensor | None) -> Step:
+    """Give the tokens of a forward pass their pages, or refuse it with the cache as it was.
+
+    Args:
+        pool: Of the cache.
+        grid: (B, q), the new tokens.
+        mask: What transformers passes to attention: None (causal), or [B or 1, H or 1, q, kv] bool or additive.
+
+    Returns:
+        The step.
+
+    Raises:
+        InvalidInput: the mask is not causal plus hidden tokens, contradicts what is stored, or there is no room.
+    """
+    num_seqs, num_tokens = grid
+    reasons = Reasons("attention")
+    reasons.found.extend(pool.refusals(num_seqs, num_tokens))
+    if mask is None:
+        kept, blank = torch.ones(grid, dtype=torch.bool), None
+        missing = None if pool.kept is None else (~pool.kept).nonzero()
+        if missing is not None and missing.numel() and not reasons.found:
+            _note_contradiction(reasons, *missing[0].tolist(), hides=False)
+    else:
+        kept, blank = _read_mask(reasons, mask, pool, grid)
+    reasons.raise_if_any()
+    starts = pool.lengths or [0] * num_seqs
+    slots = pool.append(kept)
+    return _step(pool, kept, blank, starts, slots)
+
+
+def _step(pool: PagePool, kept: Tensor, blank: Tensor | None, starts: Sequence[int], slots: Tensor) -> Step:
+    grid, device = (kept.shape[0], kept.shape[1]), pool.device
+    whole = bool(kept.all())
+    q_lens = kept.sum(1)
+    ends = torch.tensor(pool.lengths, dtype=torch.int32)
+    indptr = torch.zeros(grid[0] + 1, dtype=torch.int32)
+    indptr[1:] = q_lens.cumsum(0)
+    batch = prompt = hidden = hidden_rows = None
+    if slots.numel():
+        shared = {
+            "seq_lens": ends.to(device),
+            "block_table": pool.block_table().to(device),
+            "qo_indptr": indptr.to(device),
+            "block_size": pool.block_size,
+            "seq_lens_host": ends.tolist(),
+            "qo_indptr_host": indptr.tolist(),
+        }
+        batch = Batch.of(**shared)
+        prompt = Batch.of(**shared, new_tokens_are_cached=False)
+    if not whole and blank is not None:
+        seen = torch.tensor(starts)[:, None] + kept.cumsum(1)
+        apart = (~kept & ~blank & (seen > 0)).nonzero()
+        if apart.numel():
+            hidden_rows = (apart[:, 0] * grid[1] + apart[:, 1]).to(device)
+            lengths = seen[apart[:, 0], apart[:, 1]].to(torch.int32)
+            hidden = Batch.of(
+                seq_lens=lengths.to(device),
+                block_table=pool.block_table(apart[:, 0].tolist()).to(device),
+                block_size=pool.block_size,
+                seq_lens_host=lengths.tolist(),
+            )
+    rows = None if whole else kept.flatten().nonzero().flatten().to(device)
+    return Step(grid, rows, slots.to(device), batch, prompt, hidden_rows, hidden)
+
+
+def _read_mask(
+    reasons: Reasons, mask: Tensor, pool: PagePool, grid: tuple[int, int]
+) -> tuple[Tensor, Tensor | None]:
+    """[B, q] bool each, on the host: which new tokens are stored, and which rows see nothing."""
+    num_seqs, num_tokens = grid
+    before, total = pool.tokens, pool.tokens + num_tokens
+    kept, nothing = torch.ones(grid, dtype=torch.bool), None
+    shape = tuple(mask.shape)
+    fits = len(shape) == 4 and shape[0] in (1, num_seqs) and shape[2] == num_tokens and shape[3] >= total
+    wanted = f"({num_seqs}, 1, {num_tokens}, at least {total})"
+    if not reasons.need(fits, "attention_mask", f"shape {shape}", wanted) or reasons.found:
+        return kept, nothing
+    visible = torch.zeros(shape[0], shape[3], dtype=torch.bool, device=mask.device)
+    blanks = []
+    for part in mask.split(_MASK_ROWS, dim=2):
+        allowed = _as_bool(reasons, part)
+        if allowed is None:
+            return kept, nothing
+        visible |= allowed.any(1)
+        blanks.append(~allowed.any(2))
+    # A key that any row sees is one that the mask keeps, for under a causal mask its own row sees it.
+    blank = torch.cat(blanks, dim=1)
+    positions = torch.arange(shape[3], device=mask.device)
+    row = before
+    for part in mask.split(_MASK_ROWS, dim=2):
+        allowed = _as_bool(reasons, part)
+        assert allowed is not None
+        size = allowed.shape[1]
+        rows = torch.arange(row, row + size, device=mask.device)
+        expected = visible[:, None, :] & (positions[None, :] <= rows[:, None])
+        same = (allowed == expected).all(2) | (
+            blank[:, row - before : row - before + size] & ~visible[:, rows]
+        )
+        if not bool(same.all()):
+            b, i = (~same).nonzero()[0].tolist()
+            needs = (
+                "every earlier key that the mask keeps and no later one: causal attention with hidden tokens"
+            )
+            reasons.need(False, "attention_mask", f"row {row - before + i} of sequence {b}", needs)
+            return kept, nothing
+        row += size
+    visible, blank = (t.expand(num_seqs, -1).cpu() for t in (visible, blank))
+    if before:
+        # A sequence whose rows are all blank says nothing about its earlier tokens.
+        silent = blank.all(1, keepdim=True)
+        _check_stored(reasons, torch.where(silent, pool.kept_so_far(), visible[:, :before]), pool)
+    return visible[:, before:total], blank
+
+
+def _as_bool(reasons: Reasons, part: Tensor) -> Tensor | None:
+    """[B, rows, kv] bool of mask rows that are the same for every head, or None if they are not a mask."""
+    head = part[:, 0]
+    if part.shape[1] > 1 and not bool((part == part[:, :1]).all()):
+        reasons.need(False, "attention_mask", "rows that differ by head", "the same rows for every head")
+        return None
+    if head.dtype == torch.bool:
+        return head
+    allowed = head == 0
+    if not head.is_floating_point() or not bool((allowed | (head <= torch.finfo(head.dtype).min)).all()):
+        needs = "bool, or additive with 0 where a key is seen and the least number or -inf where not"
+        reasons.need(False, "attention_mask", f"{head.dtype} with other values", needs)
+        return None
+    return allowed
+
+
+def _check_stored(reasons: Reasons, visible: Tensor, pool: PagePool) -> None:
+    """Note a mask that changes its mind about tokens of earlier steps."""
+    if pool.kept is None and bool(visible.all()):
+        return
+    wrong = (visible != pool.kept_so_far()).nonzero()
+    if wrong.numel():
+        b, position = wrong[0].tolist()
+        _note_contradiction(reasons, b, position, hides=not bool(visible[b, position]))
+
+
+def _note_contradiction(reasons: Reasons, b: int, position: int, *, hides: bool) -> None:
+    got = f"token {position} of sequence {b} {'hidden' if hides else 'seen'}"
+    needs = f"it {'seen' if hides else 'hidden'}, as in the step that {'stored' if hides else 'skipped'} it"
+    reasons.need(False, "attention_mask", got, needs)
+
+
+def _facts(site: Site, query: Tensor) -> tuple[object, ...]:
+    widths = site.kv_lora_rank, site.qk_rope_head_dim, site.qk_nope_head_dim, site.v_head_dim
+    return (*widths, query.shape[1], query.dtype)
