@@ -420,7 +420,7 @@ def explain(problem: Problem, machine: Machine | None = None) -> tuple[select.Ve
 
     Args:
         problem: The facts of a call.
-        machine: A chip, such as `machine_named("gfx942")`. None: the default device of this process.
+        machine: A chip, from `machine_named` or `this_machine`. None: the default device of this process.
 
     Returns:
         One verdict a backend, in order of preference, each with all of its reasons.

@@ -145,6 +145,9 @@ def model_named(name: str) -> Model:
     Args:
         name: Such as "deepseek-v3", "DeepSeek_V3" or "deepseek-ai/DeepSeek-V3".
 
+    Returns:
+        The row.
+
     Raises:
         InvalidInput: no row has that name; the message lists all.
     """

@@ -12,18 +12,16 @@ ROOT = Path(__file__).parent.parent / "anymla"
 FILES = sorted(ROOT.rglob("*.py"))
 
 WORDS = {"errors", "rules", "problem", "models"}
-HARDWARE = {"hardware.arches", "hardware.launch", "hardware.quirks", "hardware.probe"}
+CONTRACT = {"kv_formats", "kv_cache", "contract"}
 MATHS = {"latent", "merge", "heads", "indices"}
 CHOICE = {"backends", "select"}
-FRONT = {"api", "plans", "ops", "distributed"}
-BELOW_FRONT = WORDS | HARDWARE | MATHS | CHOICE | {"kv_cache", "contract"}
-USERS = BELOW_FRONT | FRONT
+LIBRARY = WORDS | CONTRACT | MATHS | CHOICE | {"hardware", "plans", "api", "ops", "distributed"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "rules": set(),
     "problem": set(),
-    "models": {"errors"},
+    "models": {"errors", "problem"},
     "hardware.arches": set(),
     "hardware.launch": {"hardware.arches"},
     "hardware.probe": {"errors", "hardware.arches"},
@@ -32,24 +30,21 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kv_formats": {"errors", "problem", "fp8"},
     "kv_cache": {"errors", "problem", "fp8", "kv_formats"},
     "contract": {"errors", "problem", "kv_cache"},
-    "reference": {"errors", "problem", "kv_cache", "contract"},
-    **{module: {"errors", "problem", "kv_cache", "contract"} for module in MATHS},
+    **{module: {"errors", "problem"} | CONTRACT for module in (*MATHS, "reference")},
     "backends": {"problem", "rules"},
-    "select": {"errors", "problem", "rules", "backends"} | HARDWARE,
-    "plans": BELOW_FRONT,
-    "api": BELOW_FRONT | {"plans"},
+    "select": {"errors", "problem", "rules", "backends", "hardware"},
+    "backends.*": {"errors", "problem", "hardware"} | CONTRACT | MATHS,
+    "plans": WORDS | CONTRACT | {"select", "hardware"},
+    "api": WORDS | CONTRACT | {"select", "hardware", "plans"},
     "ops": {"api"},
-    "distributed": BELOW_FRONT | {"api", "plans"},
+    "distributed": WORDS | CONTRACT | MATHS | {"plans", "api"},
+    "integrations": LIBRARY,
+    "verification": LIBRARY | {"reference"},
+    "benchmarking": LIBRARY | {"reference", "verification"},
+    "cli": LIBRARY | {"integrations", "verification", "benchmarking"},
+    "__init__": LIBRARY,
 }
-"""Modules inside the package that each module may import; a package's own submodules are always allowed."""
-
-PREFIXES: dict[str, set[str]] = {
-    "backends.": MATHS | HARDWARE | {"contract", "errors", "problem", "kv_cache"},
-    "verification": USERS | {"reference"},
-    "benchmarking": USERS | {"reference", "verification"},
-    "integrations": USERS,
-    "cli": USERS | {"verification", "benchmarking", "integrations", "reference"},
-}
+"""What a module, or any module of a package, may import; a package's own modules are always allowed."""
 
 CHIP = re.compile(r"\b(gfx\d{3,4}[a-z]?|sm_?(?:80|86|89|90|100|120))\b")
 CHIP_ROOMS = (
@@ -67,45 +62,46 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
+MODULES = {module_name(path) for path in FILES}
+
+
 def imported_inside(path: Path) -> set[str]:
     """The package's own modules that a file imports, anywhere in it."""
-    known, found = {module_name(f) for f in FILES}, set()
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            assert node.level == 0, f"{path}: relative import"
-            names = [node.module] + [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        inside = {n.removeprefix("anymla.") for n in names if n.startswith("anymla.")}
-        found |= {n for n in inside if n in known}
-    return {n for n in found if not any(other.startswith(n + ".") for other in found)}
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= set() if node.module == "anymla" else {node.module}
+    inside = {name.removeprefix("anymla.") for name in found if name.startswith("anymla.")} & MODULES
+    return {name for name in inside if not any(other.startswith(name + ".") for other in inside)}
 
 
-def room(name: str) -> str:
-    """The package whose submodules may import each other."""
-    return (
-        name.rsplit(".", 1)[0] if name.startswith("backends.") and name.count(".") > 1 else name.split(".")[0]
-    )
+def layer(name: str) -> str:
+    """The key of MAY_IMPORT under which a module stands."""
+    package = name.split(".")[0]
+    if package == "backends" and name != "backends":
+        return "backends.*"
+    return name if name in MAY_IMPORT else package
+
+
+def own_package(name: str) -> str:
+    """The package whose modules may import each other: that of one backend, one user of the library."""
+    return ".".join(name.split(".")[: 2 if name.startswith("backends.") else 1])
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_a_module_imports_only_what_its_layer_allows(path: Path) -> None:
     name = module_name(path)
-    if name == "":
+    if name == "hardware":
         return
-    allowed = MAY_IMPORT.get(name)
-    if allowed is None:
-        allowed = next((rule for prefix, rule in PREFIXES.items() if name.startswith(prefix)), None)
-        assert allowed is not None or path.name == "__init__.py", (
-            f"{name} stands in no layer; give it one here"
-        )
+    assert layer(name) in MAY_IMPORT, f"{name} stands in no layer; give it one here"
+    allowed = MAY_IMPORT[layer(name)]
     for imported in imported_inside(path):
-        own = name not in MAY_IMPORT and room(imported) == room(name) and not imported.startswith("backends")
-        own |= imported.startswith(room(name) + ".") and name.count(".") > 1
-        tops = {imported, imported.split(".")[0]}
-        assert own or tops & (allowed or set()), f"{name} imports {imported}; that is not below it"
+        own = layer(name) != name and own_package(imported) == own_package(name)
+        below = {layer(imported), imported.split(".")[0]} & allowed and not imported.startswith("backends.")
+        assert own or below, f"{name} imports {imported}; that is not below it"
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)

@@ -79,6 +79,9 @@ def machine_named(name: str) -> Machine:
     Args:
         name: A key of ARCHES.
 
+    Returns:
+        The machine, marked as assumed.
+
     Raises:
         InvalidInput: no row has that name; the message lists all.
     """
