@@ -11,7 +11,7 @@ from anymla.hardware.arches import ARCHES
 from anymla.hardware.probe import NEWEST, PACKAGES, Machine
 from anymla.hardware.quirks import QUIRKS, Quirk
 from anymla.problem import DTYPE_NAMES, KV_FORMAT_NAMES, OPS, Problem
-from anymla.rules import Rule, likeness, listed
+from anymla.rules import Rule, likeness, listed, one_of
 
 TPHeads = tuple[tuple[int, int], ...]
 """Pairs of a tensor parallel size and the local heads that it leaves."""
@@ -164,6 +164,14 @@ def _facts_and_rules(row: Backend, problem: Problem, machine: Machine) -> Iterat
         yield fact.name, getattr(problem, fact.name), getattr(row, fact.name)
 
 
+def _whole_backend(row: Backend, name: str, rule: Rule) -> Rule:
+    """A row's rule; for the operation that of all rows of its name, since a backend is refused as a whole."""
+    rows = [other for other in BACKENDS if other.name == row.name]
+    return (
+        rule if name != "op" else one_of(*(op for op in OPS if any(other.op.accepts(op) for other in rows)))
+    )
+
+
 def _refused(row: Backend, problem: Problem, machine: Machine) -> list[tuple[str, object, Rule]]:
     return [one for one in _facts_and_rules(row, problem, machine) if not one[2].accepts(one[1])]
 
@@ -180,7 +188,10 @@ def _quirks(row: Backend, problem: Problem, machine: Machine) -> tuple[Quirk, ..
 def _reasons(row: Backend, problem: Problem, machine: Machine) -> tuple[str, ...]:
     reasons = [] if row.built else ["not built yet"]
     reasons += [f"package {package} is not installed" for package in _missing(row, machine)]
-    reasons += [f"{name} {rule.refusal(value)}" for name, value, rule in _refused(row, problem, machine)]
+    reasons += [
+        f"{name} {_whole_backend(row, name, rule).refusal(value)}"
+        for name, value, rule in _refused(row, problem, machine)
+    ]
     reasons += [quirk.refuse for quirk in _refusing(row, problem, machine)]
     return tuple(reasons)
 

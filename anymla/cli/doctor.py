@@ -1,4 +1,4 @@
-"""`anymla doctor`: this machine, its versions, each backend's verdict, active quirks, what is verified here."""
+"""`anymla doctor`: this machine, its versions, each backend's verdict, quirks, and what is verified here."""
 
 import json
 import platform
@@ -94,25 +94,26 @@ def _show(
     from rich.markup import escape
 
     console.print(f"[bold]machine[/]   {machine.arch} ({machine.device_name})")
-    if "error" in torch:
-        console.print(f"[bold]torch[/]     [red]broken: {escape(torch['error'])}[/]")
-    else:
-        built_for = [
-            f"{name} {torch[key]}" for name, key in (("CUDA", "cuda"), ("ROCm", "hip")) if torch[key]
-        ]
-        words = torch["torch"], *(built_for or ["CPU only"]), torch["devices"] or "no GPU in sight"
-        console.print(f"[bold]torch[/]     {', '.join(words)}")
-    console.print("[bold]versions[/]  " + ", ".join(f"{name} {value}" for name, value in versions.items()))
+    console.print(f"[bold]torch[/]     {_torch_in_words(torch)}")
+    console.print(f"[bold]versions[/]  {', '.join(f'{name} {value}' for name, value in versions.items())}")
     _show_verdicts(console, verdicts)
-    console.print("[bold]quirks[/]    " + ("" if quirks else "none on this machine"))
+    console.print(f"[bold]quirks[/]    {'' if quirks else 'none on this machine'}")
     for quirk in quirks:
         console.print(f"  {quirk.backend}: {escape(str(quirk))} [dim]({escape(quirk.source)})[/]")
-    console.print(
-        "[bold]verified[/]  " + ("" if evidence else "nothing recorded; run anymla verify --record")
-    )
+    verified = "" if evidence else "nothing recorded; run anymla verify --record"
+    console.print(f"[bold]verified[/]  {verified}")
     for record in evidence:
         known = (f"{name} {value}" for name, value in record.items() if isinstance(value, str | int | float))
         console.print(f"  {escape(', '.join(known))}")
+
+
+def _torch_in_words(torch: dict[str, str]) -> str:
+    from rich.markup import escape
+
+    if "error" in torch:
+        return f"[red]broken: {escape(torch['error'])}[/]"
+    platforms = [f"{name} {torch[key]}" for name, key in (("CUDA", "cuda"), ("ROCm", "hip")) if torch[key]]
+    return ", ".join([torch["torch"], *(platforms or ["CPU only"]), torch["devices"] or "no GPU in sight"])
 
 
 def _show_verdicts(console: "Console", verdicts: dict[str, tuple[select.Verdict, ...]]) -> None:
@@ -120,12 +121,15 @@ def _show_verdicts(console: "Console", verdicts: dict[str, tuple[select.Verdict,
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=None)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for heading in ("backend", *(op.replace("_", " ") for op in verdicts), "why not"):
         table.add_column(heading, no_wrap=heading != "why not")
     for row in zip(*verdicts.values(), strict=True):
-        reasons = dict.fromkeys(reason for verdict in row for reason in verdict.reasons)
-        marks = ["[green]✓[/]" if verdict.accepted else "[red]✗[/]" for verdict in row]
+        marks, reasons = [], dict[str, None]()
+        for op, verdict in zip(verdicts, row, strict=True):
+            is_offered = verdict.backend.op.accepts(op)
+            reasons.update(dict.fromkeys(verdict.reasons if is_offered else ()))
+            marks.append("[green]✓[/]" if verdict.accepted else "[red]✗[/]" if is_offered else "[dim]–[/]")
         table.add_row(f"[bold]{row[0].backend.name}[/]", *marks, "\n".join(map(escape, reasons)))
     console.print(f"[bold]backends[/]  asked for {ASKED_MODEL} at tensor parallel size {ASKED_TP} in bf16")
     console.print(table)
