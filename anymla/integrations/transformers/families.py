@@ -1,4 +1,4 @@
-"""Which attention modules of transformers are MLA, which are grouped-query and thereby MLA too, and which are refused.
+"""Which attention modules are MLA, which are grouped-query and thereby MLA too, and which are refused.
 
 H heads, L = kv_lora_rank, R = qk_rope_head_dim, P = qk_nope_head_dim, V = v_head_dim, S tokens.
 """
@@ -25,7 +25,7 @@ LATENT = (
     "Mistral4Attention",
     "YoutuAttention",
 )
-"""Attention classes that cache one latent a token and expand it in `expand_kv`. Kimi-K2 uses DeepseekV3Attention."""
+"""Classes that cache one latent a token and expand it in `expand_kv`; Kimi-K2 has DeepseekV3Attention."""
 
 GROUPED = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
 """Attention classes that cache rotated keys and values of num_key_value_heads heads."""
@@ -66,7 +66,9 @@ class Settings:
     num_blocks: int | None
     k_scale: Tensor | None
     calls: Counter[str] = field(default_factory=Counter)
-    selectors: dict[tuple[object, ...], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    selectors: dict[tuple[int, int, int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = field(
+        default_factory=dict
+    )
 
 
 @dataclass
@@ -97,12 +99,12 @@ class LatentSite:
     @property
     def num_heads(self) -> int:
         """H of this rank."""
-        return self.weight.shape[0] // (self.qk_nope_head_dim + self.v_head_dim)
+        return int(self.weight.shape[0] // (self.qk_nope_head_dim + self.v_head_dim))
 
     def up_projections(self, num_heads: int) -> tuple[Tensor, Tensor]:
         """w_uk [H, P, L] and w_uv [H, L, V], views of the weight as it is now."""
-        heads = self.weight.detach().unflatten(0, (num_heads, -1))
-        w_uk, w_uv = heads.split((self.qk_nope_head_dim, self.v_head_dim), dim=1)
+        heads = self.weight.detach().view(num_heads, -1, self.kv_lora_rank)
+        w_uk, w_uv = torch.split(heads, [self.qk_nope_head_dim, self.v_head_dim], dim=1)
         return w_uk, w_uv.transpose(1, 2)
 
     def new_tokens(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,7 +113,7 @@ class LatentSite:
 
     def split_query(self, query: Tensor) -> tuple[Tensor, Tensor]:
         """q_nope [T, H, P] and q_pe [T, H, R] of queries [T, H, P + R]."""
-        q_nope, q_pe = query.split((self.qk_nope_head_dim, self.qk_rope_head_dim), dim=-1)
+        q_nope, q_pe = torch.split(query, [self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
         return q_nope, q_pe
 
     def absorb(self, query: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,10 +139,11 @@ class LatentSite:
         seeded = torch.Generator().manual_seed(0)
         with torch.no_grad():
             tokens = torch.randn(1, 1, 2, self.stored_width, generator=seeded).to(self.weight)
-            kv_c, k_pe = tokens.split((self.kv_lora_rank, self.qk_rope_head_dim), dim=-1)
+            kv_c, k_pe = torch.split(tokens, [self.kv_lora_rank, self.qk_rope_head_dim], dim=-1)
             keys, values = self.module.expand_kv(kv_c, k_pe)
-            plain = nn.functional.linear(kv_c[0, 0], self.weight).unflatten(1, (self.num_heads, head))
-            k_nope, v = plain.transpose(0, 1).split((self.qk_nope_head_dim, self.v_head_dim), dim=-1)
+            plain = nn.functional.linear(kv_c[0, 0], self.weight).view(-1, self.num_heads, head)
+            widths = [self.qk_nope_head_dim, self.v_head_dim]
+            k_nope, v = torch.split(plain.transpose(0, 1), widths, dim=-1)
             expected = torch.cat((k_nope, k_pe[0].expand(self.num_heads, -1, -1)), dim=-1)
             same = torch.equal(keys[0], expected) and torch.equal(values[0], v)
         reasons.need(
@@ -178,11 +181,11 @@ class GroupedSite:
 
     def up_projections(self, num_heads: int) -> tuple[Tensor, Tensor]:
         """w_uk [H, d, L] and w_uv [H, L, d] that pick each head's block."""
-        like = {"dtype": self.weight.dtype, "device": self.weight.device}
-        key = num_heads, self.num_kv_heads, self.head_dim, *like.values()
-        if key not in self.settings.selectors:
-            self.settings.selectors[key] = latent.block_selectors(*key[:3], **like)
-        return self.settings.selectors[key]
+        known, like = self.settings.selectors, self.weight
+        key = num_heads, self.num_kv_heads, self.head_dim, like.dtype, like.device
+        if key not in known:
+            known[key] = latent.block_selectors(*key[:3], dtype=like.dtype, device=like.device)
+        return known[key]
 
     def new_tokens(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """kv_c [S, L] and k_pe [S, 0] of states [B, G, q, d]."""

@@ -10,15 +10,15 @@ from anymla.errors import InvalidInput
 from anymla.kv_cache import KV_FORMATS, KVCache, calibrate_scale
 
 CALIBRATION_MARGIN = 2.0
-"""A calibrated fp8 scale leaves room for later tokens twice as large as the largest of the first ones. The room
-costs one binade of subnormals and no precision, since e4m3 is a floating point format."""
+"""A calibrated fp8 scale leaves room for later tokens twice as large as the first ones' largest value. It
+costs one binade of the smallest values and no precision, since e4m3 is a floating point format."""
 
 
 class PagePool:
     """What is stored for each sequence, and where.
 
-    A sequence is what the model sees as one row of its batch: `tokens` tokens, of which those that its mask hides
-    (padding) are never stored. Sequences may share pages; a shared page is copied before it is written.
+    A sequence is what the model sees as one row of its batch: `tokens` tokens, of which those that its mask
+    hides (padding) are never stored. Sequences may share pages; a shared page is copied before it is written.
     Pages are given out and the pool grows only between steps, never while layers run.
 
     Attributes:
@@ -150,7 +150,7 @@ class PagePool:
             self.kept = self.kept[list(rows)]
 
     def block_table(self, rows: Sequence[int] | None = None) -> Tensor:
-        """[B, max_blocks] int32 on the host, or the lines of some sequences; 0 past a sequence's last page."""
+        """[B, max_blocks] int32 on the host, of all or some sequences; 0 past a sequence's last page."""
         tables = self.tables if rows is None else [self.tables[row] for row in rows]
         table = torch.zeros(len(tables), max(map(len, tables), default=0), dtype=torch.int32)
         for line, pages in zip(table, tables, strict=True):

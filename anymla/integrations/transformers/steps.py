@@ -1,4 +1,4 @@
-"""One forward pass over a cache: which tokens its mask keeps, where they go, and the plans that its layers share."""
+"""One forward pass over a cache: what its mask keeps, where it goes, and the plans that all layers share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,16 +21,15 @@ _MASK_ROWS = 1024
 class Step:
     """What the first layer of a forward pass decides for all of them.
 
-    The model's tokens form a grid [B, q]. Stored tokens are packed, sequence by sequence. A hidden token whose mask
-    row is not blank (right padding) sees the keys stored before it; it is computed apart, as a sequence of its own,
-    because its row does not advance. All other rows of the grid come out 0.
+    The model's tokens form a grid [B, q]. Stored tokens are packed, sequence by sequence. A hidden token
+    whose mask row is not blank (right padding) sees the keys stored before it; it is computed apart, as a
+    sequence of its own, because its row does not advance. All other rows of the grid come out 0.
 
     Attributes:
         grid: (B, q).
         rows: [T] int64 places of the stored tokens in the flattened grid; None: all of them, in order.
         slot_mapping: [T] int64.
-        batch: The stored tokens as a decode step; None: there are none.
-        prompt: The same as a prefill step.
+        batch: The stored tokens as a step; None: there are none.
         hidden_rows: [N] int64 places of hidden tokens that see keys; None: there are none.
         hidden: Those as a decode step of N sequences.
         plans: By the facts of the layer that asked first.
@@ -40,7 +39,6 @@ class Step:
     rows: Tensor | None
     slot_mapping: Tensor
     batch: Batch | None
-    prompt: Batch | None
     hidden_rows: Tensor | None
     hidden: Batch | None
     plans: dict[tuple[object, ...], Any] = field(default_factory=dict)
@@ -61,12 +59,12 @@ class Step:
         plan: DecodePlan = self.plans[key]
         return plan
 
-    def prefill_plan(self, site: Site, query: Tensor, kv_format: str, prompt: Batch) -> PrefillPlan:
+    def prefill_plan(self, site: Site, query: Tensor, kv_format: str, batch: Batch) -> PrefillPlan:
         """The plan of this step's decompressed form for layers like this one."""
         key = ("prefill", *_facts(site, query))
         if key not in self.plans:
             self.plans[key] = plan_prefill(
-                prompt,
+                batch,
                 num_heads=query.shape[1],
                 kv_lora_rank=site.kv_lora_rank,
                 qk_rope_head_dim=site.qk_rope_head_dim,
@@ -86,13 +84,14 @@ def begin(pool: PagePool, grid: tuple[int, int], mask: Tensor | None) -> Step:
     Args:
         pool: Of the cache.
         grid: (B, q), the new tokens.
-        mask: What transformers passes to attention: None (causal), or [B or 1, H or 1, q, kv] bool or additive.
+        mask: What transformers hands on: None (causal), or [B or 1, H or 1, q, kv], bool or additive.
 
     Returns:
         The step.
 
     Raises:
-        InvalidInput: the mask is not causal plus hidden tokens, contradicts what is stored, or there is no room.
+        InvalidInput: the mask is not causal but for hidden tokens, contradicts earlier steps, or no page
+            is free.
     """
     num_seqs, num_tokens = grid
     reasons = Reasons("attention")
@@ -117,18 +116,16 @@ def _step(pool: PagePool, kept: Tensor, blank: Tensor | None, starts: Sequence[i
     ends = torch.tensor(pool.lengths, dtype=torch.int32)
     indptr = torch.zeros(grid[0] + 1, dtype=torch.int32)
     indptr[1:] = q_lens.cumsum(0)
-    batch = prompt = hidden = hidden_rows = None
+    batch = hidden = hidden_rows = None
     if slots.numel():
-        shared = {
-            "seq_lens": ends.to(device),
-            "block_table": pool.block_table().to(device),
-            "qo_indptr": indptr.to(device),
-            "block_size": pool.block_size,
-            "seq_lens_host": ends.tolist(),
-            "qo_indptr_host": indptr.tolist(),
-        }
-        batch = Batch.of(**shared)
-        prompt = Batch.of(**shared, new_tokens_are_cached=False)
+        batch = Batch.of(
+            seq_lens=ends.to(device),
+            block_table=pool.block_table().to(device),
+            qo_indptr=indptr.to(device),
+            block_size=pool.block_size,
+            seq_lens_host=ends.tolist(),
+            qo_indptr_host=indptr.tolist(),
+        )
     if not whole and blank is not None:
         seen = torch.tensor(starts)[:, None] + kept.cumsum(1)
         apart = (~kept & ~blank & (seen > 0)).nonzero()
@@ -142,7 +139,7 @@ def _step(pool: PagePool, kept: Tensor, blank: Tensor | None, starts: Sequence[i
                 seq_lens_host=lengths.tolist(),
             )
     rows = None if whole else kept.flatten().nonzero().flatten().to(device)
-    return Step(grid, rows, slots.to(device), batch, prompt, hidden_rows, hidden)
+    return Step(grid, rows, slots.to(device), batch, hidden_rows, hidden)
 
 
 def _read_mask(
@@ -159,7 +156,7 @@ def _read_mask(
         return kept, nothing
     visible = torch.zeros(shape[0], shape[3], dtype=torch.bool, device=mask.device)
     blanks = []
-    for part in mask.split(_MASK_ROWS, dim=2):
+    for part in torch.split(mask, _MASK_ROWS, dim=2):
         allowed = _as_bool(reasons, part)
         if allowed is None:
             return kept, nothing
@@ -169,7 +166,7 @@ def _read_mask(
     blank = torch.cat(blanks, dim=1)
     positions = torch.arange(shape[3], device=mask.device)
     row = before
-    for part in mask.split(_MASK_ROWS, dim=2):
+    for part in torch.split(mask, _MASK_ROWS, dim=2):
         allowed = _as_bool(reasons, part)
         assert allowed is not None
         size = allowed.shape[1]
