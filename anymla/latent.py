@@ -168,7 +168,8 @@ def project_gqa(out: Tensor, num_kv_heads: int) -> Tensor:
         )
     reasons.raise_if_any()
     tokens, heads, width = out.shape
-    values = out[:, :, width // 2 :].view(tokens, num_kv_heads, heads // num_kv_heads, num_kv_heads, -1)
+    shape = tokens, num_kv_heads, heads // num_kv_heads, num_kv_heads, width // (2 * num_kv_heads)
+    values = out[:, :, width // 2 :].view(shape)
     return torch.stack([values[:, g, :, g] for g in range(num_kv_heads)], dim=1).flatten(1, 2)
 
 
