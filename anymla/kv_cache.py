@@ -123,7 +123,7 @@ class KVCache:
             k_pe: [S, R] float.
             slot_mapping: [S] int64.
         """
-        keep = slot_mapping >= 0
+        kv_c, k_pe, keep = kv_c.detach(), k_pe.detach(), slot_mapping >= 0
         if not keep.all():
             kv_c, k_pe, slot_mapping = kv_c[keep], k_pe[keep], slot_mapping[keep]
         if slot_mapping.numel():
@@ -439,13 +439,16 @@ def _checked_scale(
     most = _FP32.max / row.largest
     needs = f"[1] fp32 on {device}, above 0 and at most {most:.3g}, for {row.name} (see calibrate_scale)"
     if isinstance(scale, int | float):
+        scale = float(scale)
         if not reasons.need(_FP32.smallest_normal <= scale <= most, "scale", scale, needs):
             return None
-        return torch.tensor([float(scale)], dtype=torch.float32, device=device)
-    right = isinstance(scale, Tensor) and scale.shape in ((), (1,)) and scale.dtype == torch.float32
-    if not reasons.need(right and scale.device == device, "scale", _shown(scale), needs):  # type: ignore[union-attr]
+        return torch.tensor([scale], dtype=torch.float32, device=device)
+    if not isinstance(scale, Tensor):
+        reasons.need(False, "scale", _shown(scale), needs)
         return None
-    assert isinstance(scale, Tensor)
+    right = scale.shape in ((), (1,)) and scale.dtype == torch.float32 and scale.device == device
+    if not reasons.need(right, "scale", _shown(scale), needs):
+        return None
     if device.type == "cpu" or (check and device.type != "meta"):
         reasons.need(0 < scale.item() <= most, "scale", scale.item(), needs)
     return scale.reshape(1)

@@ -68,8 +68,8 @@ class KVFormat:
 
     def dequant_scratch(self, num_tokens: int, kv_lora_rank: int, qk_rope_head_dim: int) -> "DequantScratch":
         """CPU memory to dequantise so many tokens in; of width 0 where none is needed."""
-        fp8 = kv_lora_rank if self.tile else kv_lora_rank + qk_rope_head_dim if self.scaled else 0
-        bits = torch.empty((num_tokens, fp8), dtype=torch.int16)
+        stored = kv_lora_rank if self.tile else kv_lora_rank + qk_rope_head_dim if self.scaled else 0
+        bits = torch.empty((num_tokens, stored), dtype=torch.int16)
         tiles = self.num_tiles(kv_lora_rank)
         return DequantScratch(bits, torch.empty((num_tokens, tiles), dtype=torch.float32))
 
