@@ -196,13 +196,13 @@ def _reasons(row: Backend, problem: Problem, machine: Machine) -> tuple[str, ...
     return tuple(reasons)
 
 
-def _remoteness(row: Backend, problem: Problem, machine: Machine) -> tuple[bool, int, float, int]:
-    """How far a row is from taking a problem: wrong operation, reasons, size of the change, padding."""
+def _remoteness(row: Backend, problem: Problem, machine: Machine) -> tuple[bool, bool, int, float, int]:
+    """How far a row is from taking a problem: operation, chip, reasons, size of the change, padding."""
     refused = _refused(row, problem, machine)
     change = sum(_distance(value, rule.nearest(value)) for _, value, rule in refused)
     heads = row.num_heads.padded(problem.num_heads) if row.num_heads.accepts(problem.num_heads) else 0
-    wrong_op = not row.op.accepts(problem.op)
-    return wrong_op, len(_reasons(row, problem, machine)), change, heads
+    wrong_op, wrong_arch = not row.op.accepts(problem.op), not row.arch.accepts(machine.arch)
+    return wrong_op, wrong_arch, len(_reasons(row, problem, machine)), change, heads
 
 
 def _distance(value: object, other: object) -> float:

@@ -213,17 +213,14 @@ def show_answers(console: "Console", model: str, tp: int, answers: list[Answer])
 
 
 def _problem_in_words(problem: Problem) -> str:
-    words = [
-        problem.op.replace("_", " "),
-        f"{problem.num_heads} local heads",
-        f"queries {problem.q_dtype}",
-        f"cache {problem.kv_format} in pages of {problem.block_size}",
-        f"widths {problem.kv_lora_rank} + {problem.qk_rope_head_dim}",
-    ]
-    words += [f"top {problem.topk}"] if problem.topk else []
-    words += [f"{problem.q_len} query tokens a sequence"] if problem.q_len > 1 else []
-    asked = sorted(f.value for f in problem.features if f.name != "MULTI_TOKEN")
-    return ", ".join(words + ([f"with {' and '.join(asked)}"] if asked else []))
+    asked = sorted(feature.value for feature in problem.features if feature.name != "MULTI_TOKEN")
+    what = [problem.op.replace("_", " "), f"{problem.num_heads} local heads"]
+    what += [f"{problem.q_len} query tokens a sequence"] if problem.q_len > 1 else []
+    what += [f"top {problem.topk}"] if problem.topk else []
+    what += [f"with {' and '.join(asked)}"] if asked else []
+    cache = f"cache {problem.kv_format} in pages of {problem.block_size}"
+    widths = f"widths {problem.kv_lora_rank} + {problem.qk_rope_head_dim}"
+    return f"{', '.join(what)}\nqueries {problem.q_dtype}, {cache}, {widths}"
 
 
 def _machine_in_words(machine: Machine) -> str:

@@ -1,0 +1,205 @@
+"""`anymla explain`: the same verdicts as text and as JSON, for any machine, without torch."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from anymla import cli
+from anymla.hardware.arches import ARCHES
+
+PROGRAM = [sys.executable, "-c", "from anymla.cli import main; main()"]
+
+
+def run(*arguments: str) -> Result:
+    """Run `anymla` with these arguments in this process."""
+    return CliRunner().invoke(cli.app, list(arguments))
+
+
+def answer(*arguments: str) -> dict:
+    """What `anymla explain ... --json` prints."""
+    result = run("explain", *arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def verdict(found: dict, backend: str) -> dict:
+    """One backend's verdict."""
+    return next(one for one in found["verdicts"] if one["backend"] == backend)
+
+
+def test_json_has_the_problem_the_machine_every_verdict_and_the_choice() -> None:
+    found = answer("--model", "deepseek-v3", "--tp", "8", "--machine", "cpu", "--lse")
+    assert list(found) == ["problem", "machine", "verdicts", "choice"]
+    assert found["problem"]["num_heads"] == 16
+    assert found["problem"]["features"] == ["lse"]
+    assert found["problem"]["sm_scale"] == pytest.approx(0.135234, abs=1e-6)
+    assert found["machine"]["arch"] == "cpu"
+    assert found["machine"]["assumed"] is True
+    assert [one["backend"] for one in found["verdicts"]] == ["hopper", "aiter", "triton", "cpu"]
+    assert found["choice"] == "cpu"
+    for one in found["verdicts"]:
+        assert set(one) == {"backend", "accepted", "reasons", "quirks", "padding", "nearest"}
+        assert one["accepted"] == (not one["reasons"])
+
+
+def test_padding_is_reported_with_its_price() -> None:
+    found = answer("--model", "kimi-k3", "--tp", "8", "--machine", "gfx950")
+    assert verdict(found, "aiter")["padding"] == {"heads": 12, "padded_heads": 16, "price": 1.333}
+    assert verdict(found, "triton")["padding"] == {"heads": 12, "padded_heads": 12, "price": 1.0}
+    assert found["choice"] is None
+
+
+def test_quirks_are_reported_with_their_knob_and_source() -> None:
+    found = answer("--model", "deepseek-v3", "--tp", "4", "--machine", "gfx950")
+    (quirk,) = verdict(found, "aiter")["quirks"]
+    assert (quirk["knob"], quirk["value"]) == ("num_kv_splits", 1)
+    assert "vLLM" in quirk["source"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "flavour"), [("gfx942", "fp8_e4m3fnuz"), ("gfx950", "fp8_e4m3fn"), ("sm90", "fp8_e4m3fn")]
+)
+def test_fp8_means_the_flavour_of_the_machine(machine: str, flavour: str) -> None:
+    found = answer("--model", "glm-5", "--tp", "8", "--machine", machine, "--kv", "fp8", "--sparse")
+    assert found["problem"]["kv_format"] == flavour
+    assert (found["problem"]["op"], found["problem"]["topk"]) == ("sparse_decode", 2048)
+    index = answer("--model", "glm-5", "--machine", machine, "--op", "index_topk")
+    assert index["problem"]["kv_format"] == "index_k" + flavour.removeprefix("fp8_e4m3fn").replace(
+        "uz", "_fnuz"
+    )
+
+
+def test_a_model_with_sinks_asks_for_them_by_itself() -> None:
+    assert answer("--model", "hy-v4", "--machine", "cpu")["problem"]["features"] == ["sinks"]
+    asked = answer(
+        "--model", "deepseek-v3", "--machine", "cpu", "--sinks", "--q-len", "3", "--dtype", "float16"
+    )
+    assert asked["problem"]["features"] == ["multi_token", "sinks"]
+    assert (asked["problem"]["q_dtype"], asked["problem"]["kv_format"]) == ("fp16", "fp16")
+
+
+def test_without_a_machine_it_is_this_one() -> None:
+    found = answer("--model", "deepseek-v3", "--block-size", "16")
+    assert found["machine"]["assumed"] is False
+    assert found["machine"]["packages"]["torch"]
+    assert found["problem"]["block_size"] == 16
+
+
+def test_several_machines_are_answered_in_one_go() -> None:
+    found = answer("--model", "deepseek-v3", "--machine", "gfx942", "--machine", "sm90")
+    assert [one["machine"]["arch"] for one in found["machines"]] == ["gfx942", "sm90"]
+    everywhere = answer("--model", "deepseek-v3", "--machine", "all")["machines"]
+    assert [one["machine"]["arch"] for one in everywhere] == list(ARCHES)
+    assert [one["choice"] for one in everywhere] == ["cpu"] + [None] * (len(ARCHES) - 1)
+
+
+GOLDEN = """\
+kimi-k3 at tensor parallel size 8: decode, 12 local heads, 3 query tokens a sequence, with lse
+queries bf16, cache fp8_e4m3fnuz in pages of 64, widths 512 + 64
+on gfx942 (MI300X), assumed with the newest release of every package
+
+
+ backend   verdict   heads                  why
+ ──────────────────────────────────────────────────────────────────────────────────────────────────────
+ hopper    refuses   12 → 64 (5.33× work)   · not built yet
+                                            · arch got gfx942; needs sm90
+                                            · kv_format got fp8_e4m3fnuz; needs bf16
+                                            → would pass on sm90, with kv_format bf16, once it is built
+ aiter     refuses   12 → 16 (1.33× work)   · not built yet
+                                            quirk: sets min_num_kv_splits=2
+                                            quirk: sets persistent=0
+ triton    refuses   12                     · not built yet
+ cpu       refuses   12                     · arch got gfx942; needs cpu
+                                            → would pass on cpu
+
+choice: none, every backend refuses
+"""
+
+
+def test_a_person_reads_reasons_padding_quirks_and_the_nearest_change() -> None:
+    words = "explain --model kimi-k3 --tp 8 --machine gfx942 --kv fp8 --q-len 3 --lse"
+    text = run(*words.split()).stdout
+    assert "\n".join(line.rstrip() for line in text.splitlines()) + "\n" == GOLDEN
+
+
+def test_a_person_gets_a_table_over_machines() -> None:
+    lines = run(
+        "explain", "--model", "glm-5", "--machine", "all", "--sparse", "--kv", "fp8"
+    ).stdout.splitlines()
+    rows = {line.split()[0]: line for line in lines if line.split() and line.split()[0] in ARCHES}
+    assert list(rows) == list(ARCHES)
+    assert rows["cpu"].split()[-2:] == ["accepts", "cpu"]
+    assert "not built, quirk" in rows["sm80"]
+    assert "fp8_e4m3fnuz" in rows["gfx942"]
+
+
+def test_extras_to_install_survive_the_markup() -> None:
+    assert "pip install 'anymla[triton]'" in run("explain", "--model", "deepseek-v3").stdout
+
+
+WRONG = [
+    (
+        ["--model", "gpt-2", "--machine", "sm70"],
+        ["model got 'gpt-2'", "machine got 'sm70'; needs one of cpu, gfx90a"],
+    ),
+    (
+        ["--model", "minicpm3", "--tp", "16"],
+        ["tp got 16; needs a divisor of 40 heads: 1, 2, 4, 5, 8, 10, 20, 40"],
+    ),
+    (
+        ["--model", "glm-5", "--kv", "int4", "--dtype", "int8", "--op", "encode"],
+        [
+            "kv got int4; needs fp8, bf16",
+            "dtype got int8; needs one of fp32",
+            "op got encode; needs one of decode",
+        ],
+    ),
+    (
+        ["--model", "glm-5", "--sparse", "--op", "prefill"],
+        ["op got prefill; needs sparse_decode with --sparse"],
+    ),
+    (["--model", "glm-5", "--block-size", "0", "--machine", "cpu"], ["block_size got 0; needs at least 1"]),
+    (["--model", "deepseek-v3", "--op", "index_topk"], ["op got index_topk; needs a model with an index"]),
+]
+
+
+@pytest.mark.parametrize(("arguments", "messages"), WRONG, ids=lambda value: " ".join(value)[:50])
+def test_a_wrong_option_is_exit_code_2_with_every_reason(arguments: list[str], messages: list[str]) -> None:
+    text = run("explain", *arguments)
+    assert (text.exit_code, text.stdout) == (2, "")
+    in_json = run("explain", *arguments, "--json")
+    assert in_json.exit_code == 2
+    error = json.loads(in_json.stdout)["error"]
+    for message in messages:
+        assert message in error
+        assert message in text.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["explain"], ["explain", "--model"], ["explain", "--nonsense"], ["encode"]], ids=" ".join
+)
+def test_a_command_line_that_cannot_be_parsed_is_exit_code_2(arguments: list[str]) -> None:
+    assert run(*arguments).exit_code == 2
+
+
+def test_help_lists_every_command_and_imports_none() -> None:
+    script = "import sys; from anymla.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", script, "--help"], capture_output=True, text=True, check=True
+    )
+    for name, summary in cli.COMMANDS.items():
+        assert name in done.stdout
+        assert summary.split()[0] in done.stdout
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_explain_never_imports_torch() -> None:
+    script = "import sys; from anymla.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    words = "explain --model deepseek-v3 --machine all"
+    done = subprocess.run(
+        [sys.executable, "-c", script, *words.split()], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "False"
