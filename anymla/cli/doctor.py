@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 VERSIONS_OF = ("numpy", "transformers", "vllm", "typer", "rich")
+SHOWN_OF_A_RECORD = ("backend", "date", "cases", "failed", "faults_caught", "faults_total", "torch", "triton")
 ASKED_MODEL, ASKED_TP = "deepseek-v3.2", 8
 """The model whose every operation each backend is asked about; it has an index, so all operations exist."""
 
@@ -36,7 +37,7 @@ def doctor(in_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     problems = {op: model_named(ASKED_MODEL).problem(op, tp=ASKED_TP) for op in OPS}
     verdicts = {op: select.explain(problem, machine) for op, problem in problems.items()}
     quirks = [quirk for quirk in QUIRKS if _is_active(quirk, machine)]
-    evidence = list(_evidence())
+    evidence = list(_evidence(machine.arch))
     if in_json:
         found = {
             "machine": machine_fields(machine),
@@ -69,17 +70,14 @@ def _is_active(quirk: Quirk, machine: Machine) -> bool:
     return quirk.arch.accepts(machine.arch) and not quirk.is_expired(dict(machine.packages))
 
 
-def _evidence() -> Iterator[dict[str, Any]]:
-    """The records of `anymla verify --record`, of this folder and of the checkout that this package is in."""
-    folders = dict.fromkeys(
-        (root / "evidence").resolve() for root in (Path.cwd(), Path(anymla.__file__).parents[1])
-    )
-    for path in (path for folder in folders for path in sorted(folder.glob("*.json"))):
+def _evidence(arch: str) -> Iterator[dict[str, Any]]:
+    """What `anymla verify --record` wrote for a chip, in this folder and in the checkout of this package."""
+    roots = dict.fromkeys(root.resolve() for root in (Path.cwd(), Path(anymla.__file__).parents[1]))
+    for path in (path for root in roots for path in sorted((root / "evidence" / arch).glob("*.json"))):
         try:
-            record = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
-            record = {"error": str(error)}
-        yield {"file": path.name, **(record if isinstance(record, dict) else {"records": record})}
+            yield {"file": path.name, **json.loads(path.read_text())}
+        except (OSError, ValueError, TypeError) as error:
+            yield {"file": path.name, "error": str(error)}
 
 
 def _show(
@@ -103,8 +101,15 @@ def _show(
     verified = "" if evidence else "nothing recorded; run anymla verify --record"
     console.print(f"[bold]verified[/]  {verified}")
     for record in evidence:
-        known = (f"{name} {value}" for name, value in record.items() if isinstance(value, str | int | float))
-        console.print(f"  {escape(', '.join(known))}")
+        console.print(f"  {escape(_record_in_words(record))}")
+
+
+def _record_in_words(record: dict[str, Any]) -> str:
+    if "error" in record:
+        return f"{record['file']} cannot be read: {record['error']}"
+    words = [f"{name.replace('_', ' ')} {record[name]}" for name in SHOWN_OF_A_RECORD if name in record]
+    shares = [op["share"] for op in record.get("worst", {}).values() if op.get("share") is not None]
+    return ", ".join(words + ([f"worst share of the budget {max(shares):.2f}"] if shares else []))
 
 
 def _torch_in_words(torch: dict[str, str]) -> str:

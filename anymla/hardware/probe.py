@@ -1,11 +1,8 @@
 """Machine: what this process runs on, or a chip that one asks about. The only file that asks a driver."""
 
 import ctypes
-import importlib.metadata
-import importlib.util
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -124,6 +121,8 @@ def torch_report(timeout_s: float = 60) -> dict[str, str]:
     Returns:
         "torch", "cuda", "hip" and "devices", or "error" with the last line of what went wrong.
     """
+    import subprocess
+
     command = [sys.executable, "-c", _TORCH_QUESTION]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
@@ -145,6 +144,10 @@ print(json.dumps({**facts, "devices": ", ".join(names)}))
 
 
 def _installed_version(name: str, package: Package) -> str | None:
+    # Imported here because a named machine asks for no version, and must be fast.
+    import importlib.metadata
+    import importlib.util
+
     spec = importlib.util.find_spec(name)
     if spec is None:
         return None

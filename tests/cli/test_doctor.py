@@ -73,16 +73,21 @@ def test_a_broken_torch_is_a_failed_check_and_everything_else_is_still_printed(
     assert json.loads(examined("--json", exit_code=1))["torch"]["error"].startswith("OSError")
 
 
-def test_evidence_is_shown_and_an_unreadable_record_does_not_stop_the_rest(tmp_path: Path) -> None:
-    (tmp_path / "evidence").mkdir()
-    (tmp_path / "evidence" / "cpu.json").write_text(
-        '{"backend": "cpu", "cases": 900, "failed": 0, "versions": {}}'
-    )
-    (tmp_path / "evidence" / "torn.json").write_text('{"backend": ')
+def test_evidence_of_this_chip_is_shown_and_a_torn_record_does_not_hide_the_rest(tmp_path: Path) -> None:
+    for arch, name, text in (
+        ("cpu", "cpu.json", json.dumps({"backend": "cpu", "cases": 9, "worst": {"decode": {"share": 0.25}}})),
+        ("cpu", "torn.json", '{"backend": '),
+        ("sm90", "triton.json", json.dumps({"backend": "triton"})),
+    ):
+        path = tmp_path / "evidence" / arch / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
     first, second = json.loads(examined("--json"))["evidence"]
-    assert (first["file"], first["backend"], first["cases"]) == ("cpu.json", "cpu", 900)
+    assert (first["file"], first["backend"], first["cases"]) == ("cpu.json", "cpu", 9)
     assert (second["file"], "Expecting value" in second["error"]) == ("torn.json", True)
-    assert "file cpu.json, backend cpu, cases 900, failed 0" in examined()
+    text = examined()
+    assert "backend cpu, cases 9, worst share of the budget 0.25" in text
+    assert "torn.json cannot be read" in text
 
 
 def test_it_prints_even_if_torch_cannot_be_imported(tmp_path: Path) -> None:
