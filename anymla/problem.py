@@ -68,7 +68,7 @@ class Problem:
         op: One of OPS.
         q_dtype: Dtype name of the queries (of the latent for write_cache).
         kv_format: Name of a row of KV_FORMATS.
-        num_heads: Local query heads, unpadded (index heads for index_topk).
+        num_heads: Local query heads, unpadded (index heads for index_topk, 1 for write_cache).
         kv_lora_rank: Width L of the latent (width of an index key for index_topk).
         qk_rope_head_dim: Width R of the RoPE part, 0 for rope-free models.
         qk_nope_head_dim: Width P of a decompressed key without RoPE; prefill only, else 0.
