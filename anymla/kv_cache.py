@@ -188,20 +188,12 @@ class KVCache:
 
     def gather_into(self, page: Tensor, position: Tensor, raw: Tensor) -> None:
         """`gather` of tokens given as pages [n] and positions [n] in them, int64, into raw [n, row_width]."""
-        index = torch.ops.aten.index.Tensor_out
-        page_stride, token_stride, _ = self.data.stride()
         if self.format.block_flat:
             values, scales = _split_flat(self.storage, self.kv_lora_rank)
-            index(values, [page, position], out=raw[:, : self.kv_lora_rank])
-            index(scales, [page, position], out=raw[:, self.kv_lora_rank :])
-        elif self.num_blocks and token_stride and page_stride % token_stride == 0:
-            # One index into rows is an order of magnitude faster on a CPU than a pair of indices.
-            step = page_stride // token_stride
-            shape = (self.num_blocks - 1) * step + self.block_size, self.data.shape[2]
-            rows = self.storage.as_strided(shape, (token_stride, 1))
-            torch.index_select(rows, 0, page * step + position, out=raw)
+            _take(values, page, position, raw[:, : self.kv_lora_rank])
+            _take(scales, page, position, raw[:, self.kv_lora_rank :])
         else:
-            index(self.storage, [page, position], out=raw)
+            _take(self.storage, page, position, raw)
 
     def dequantise(self, raw: Tensor, out: Tensor, scratch: DequantScratch | None = None) -> None:
         """Write the values of stored rows into `out`.
@@ -458,6 +450,18 @@ def _shown(scale: object) -> str:
     if isinstance(scale, Tensor):
         return f"{list(scale.shape)} {_word(scale.dtype)} on {scale.device}"
     return str(scale)
+
+
+def _take(pages: Tensor, page: Tensor, position: Tensor, out: Tensor) -> None:
+    """out = pages[page, position], of pages [p, n, width] whose last axis is contiguous."""
+    (count, size, width), (page_stride, token_stride, _) = pages.shape, pages.stride()
+    if count and token_stride and page_stride % token_stride == 0:
+        # One index into rows is an order of magnitude faster on a CPU than a pair of indices.
+        step = page_stride // token_stride
+        rows = pages.as_strided(((count - 1) * step + size, width), (token_stride, 1))
+        torch.index_select(rows, 0, page * step + position, out=out)
+    else:
+        torch.ops.aten.index.Tensor_out(pages, [page, position], out=out)
 
 
 def _split_flat(pages: Tensor, width: int) -> tuple[Tensor, Tensor]:
