@@ -47,6 +47,7 @@ class Attachment:
         self.model, self.sites = model, sites
         self.settings = next(iter(sites.values())).settings
         self._owner, self._choices = owner, choices
+        self._signature = inspect.signature(owner.forward)
         self._undo: list[Callable[[], object]] = []
 
     @property
@@ -58,6 +59,11 @@ class Attachment:
     def backend(self) -> str:
         """The backend that decodes."""
         return self._choices[0].backend.name
+
+    @property
+    def choices(self) -> tuple[select.Choice, ...]:
+        """What was chosen to decode and, if it is ever used, to prefill, with every backend's verdict."""
+        return self._choices
 
     @property
     def bytes_per_token(self) -> int:
@@ -118,7 +124,7 @@ class Attachment:
         self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Put pages into the cache of this forward pass, making a cache where the model would make one."""
-        bound = inspect.signature(owner.forward).bind_partial(*args, **kwargs)
+        bound = self._signature.bind_partial(*args, **kwargs)
         given = {**bound.arguments.get("kwargs", {}), **bound.arguments}
         weights = given.get("output_attentions") or getattr(owner.config, "output_attentions", False)
         if weights:
@@ -134,9 +140,11 @@ class Attachment:
                 self._adopt(cache)
         elif uses_cache:
             # transformers 5.24 renamed the argument.
-            name = next(n for n in names if n in inspect.signature(owner.forward).parameters)
-            bound.arguments[name] = self.new_cache()
-            return bound.args, bound.kwargs
+            name = next(n for n in names if n in self._signature.parameters)
+            place = list(self._signature.parameters).index(name)
+            if place < len(args):
+                return (*args[:place], self.new_cache(), *args[place + 1 :]), kwargs
+            return args, {**kwargs, name: self.new_cache()}
         return args, kwargs
 
     def _apply(self) -> None:

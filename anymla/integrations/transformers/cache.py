@@ -179,7 +179,7 @@ def is_paged(cache: Cache) -> bool:
     Raises:
         InvalidInput: they do not all hold the same tokens, because an earlier forward pass stopped midway.
     """
-    paged = [layer for layer in cache.layers if isinstance(layer, PagedLatentLayer)]
+    paged = [layer for layer in getattr(cache, "layers", ()) if isinstance(layer, PagedLatentLayer)]
     behind = next((layer for layer in paged if layer.tokens != layer.pool.tokens), None)
     if behind is not None:
         got = f"{behind.tokens} tokens in layer {behind.index} and {behind.pool.tokens} in others"

@@ -1,0 +1,86 @@
+"""What the tests of the transformers integration share: stock models to compare with, and hostile pages."""
+
+import copy
+import random
+
+import pytest
+import torch
+
+from anymla.integrations import presets
+from anymla.integrations.transformers.pages import PagePool
+from anymla.kv_cache import KVCache
+
+DENSE = [name for name, row in presets.PRESETS.items() if not row.sparse]
+SPARSE = [name for name, row in presets.PRESETS.items() if row.sparse]
+PROMPTS = ("a first prompt, the longest one of all", "short", "neither long nor short")
+
+_allocate = KVCache.allocate.__func__
+
+
+def make_pages_hostile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill new pages with NaN and hand pages out in no order: who reads a dead slot or a wrong page is seen."""
+
+    def allocate(cls, *args, **kwargs):
+        store = _allocate(cls, *args, **kwargs)
+        nothing = 0xFF if store.data.dtype.itemsize == 1 else float("nan")
+        store.storage.fill_(nothing)
+        return store
+
+    draw = random.Random(0)
+    take = PagePool._take
+
+    def shuffled(pool):
+        draw.shuffle(pool._free)
+        return take(pool)
+
+    monkeypatch.setattr(KVCache, "allocate", classmethod(allocate))
+    monkeypatch.setattr(PagePool, "_take", shuffled)
+
+
+def build(name: str, **changes):
+    """A preset's model, or a skip where the installed transformers does not have it."""
+    import transformers
+
+    if not hasattr(transformers, presets.PRESETS[name].model_class):
+        pytest.skip(
+            f"{presets.PRESETS[name].model_class} is newer than transformers {transformers.__version__}"
+        )
+    return presets.build(name, **changes)
+
+
+def eager(model):
+    """A stock copy of a model with the plainest attention."""
+    stock = copy.deepcopy(model)
+    stock.set_attn_implementation("eager")
+    return stock
+
+
+def fp64(model):
+    """A stock copy in fp64; its mixture of experts runs as plain loops, the only form that has fp64."""
+    stock = eager(model).double()
+    stock.set_experts_implementation("eager")
+    return stock
+
+
+def padded(*texts: str):
+    """Prompts as one batch, padded on the left."""
+    return presets.byte_tokenizer()(list(texts or PROMPTS), padding=True, return_tensors="pt")
+
+
+def real_logits(model, batch):
+    """[N, vocabulary] logits of the tokens that are not padding."""
+    with torch.no_grad():
+        return model(**batch).logits[batch["attention_mask"].bool()]
+
+
+def exact_logits(model, batch):
+    """The same in fp64, each prompt alone and without padding: independent of every mask."""
+    stock = fp64(model)
+    with torch.no_grad():
+        rows = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
+        return torch.cat([stock(ids[keep][None]).logits[0] for ids, keep in rows])
+
+
+def greedy(model, batch, new=64, **options):
+    """Token ids of a greedy generation, prompt included."""
+    return model.generate(**batch, max_new_tokens=new, do_sample=False, **options)
