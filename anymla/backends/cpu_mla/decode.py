@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anymla.backends.cpu_mla.softmax import RunningSums, Softmax
+from anymla.backends.cpu_mla.softmax import RunningSums, Softmax, columns
 from anymla.backends.cpu_mla.tiles import TILE, KeyTiles
 from anymla.contract import Batch, DecodeArgs
 from anymla.hardware.probe import Machine
@@ -21,7 +21,7 @@ class RowBlock:
     """Scratch for the rows of a few query tokens: their queries, sums and results."""
 
     def __init__(self, max_tokens: int, num_heads: int, kv_lora_rank: int, qk_rope_head_dim: int) -> None:
-        rows = max_tokens * num_heads
+        rows = columns(max_tokens * num_heads)
         self._num_heads, self._latent = num_heads, kv_lora_rank
         self._q = torch.empty((kv_lora_rank + qk_rope_head_dim) * rows, dtype=torch.float32)
         self._acc = torch.empty(kv_lora_rank * rows, dtype=torch.float32)
@@ -31,17 +31,19 @@ class RowBlock:
         self.softmax = Softmax(rows, TILE, max_tokens)
 
     def queries(self, ql_nope: Tensor, q_pe: Tensor, sm_scale: float) -> Tensor:
-        """Queries [t, H, L] and [t, H, R] as scaled fp32 [L + R, t · H]."""
+        """Queries [t, H, L] and [t, H, R] as scaled fp32 [L + R, columns]."""
         tokens = ql_nope.shape[0]
         width, rows = self._latent + q_pe.shape[2], tokens * self._num_heads
-        q = self._q[: width * rows].view(width, tokens, self._num_heads)
-        q[: self._latent].copy_(ql_nope.permute(2, 0, 1))
-        q[self._latent :].copy_(q_pe.permute(2, 0, 1))
-        return q.view(width, rows).mul_(sm_scale)
+        q = self._q[: width * columns(rows)].view(width, -1)
+        q[:, rows:].zero_()
+        real = q[:, :rows].view(width, tokens, self._num_heads)
+        real[: self._latent].copy_(ql_nope.permute(2, 0, 1))
+        real[self._latent :].copy_(q_pe.permute(2, 0, 1))
+        return q.mul_(sm_scale)
 
     def sums(self, num_tokens: int) -> RunningSums:
         """Fresh sums for the rows of so many tokens."""
-        rows = num_tokens * self._num_heads
+        rows = columns(num_tokens * self._num_heads)
         acc = self._acc[: self._latent * rows].view(self._latent, rows)
         sums = RunningSums(self._row_max[:, :rows], self._row_sum[:, :rows], acc)
         sums.reset()
@@ -52,7 +54,7 @@ class RowBlock:
         shape = out.shape[:2]
         if sinks is not None:
             sinks = self._sinks[: shape[0]].copy_(sinks).view(-1)
-        result, result_lse = self.softmax.finish(sums, sinks)
+        result, result_lse = self.softmax.finish(sums.rows(0, shape[0] * shape[1]), sinks)
         out.copy_(result.view(-1, *shape).permute(1, 2, 0))
         if lse is not None:
             lse.copy_(result_lse.view(shape))
@@ -122,7 +124,7 @@ def clear_rows(out: Tensor, lse: Tensor | None, first: int) -> None:
 def _attend(
     args: DecodeArgs, state: DecodeState, pages: Tensor, first: int, last: int, seq_len: int, visible: int
 ) -> None:
-    """Tokens first to last - 1 of one sequence; the first sees `visible` keys, if causal each later one more."""
+    """Tokens first to last - 1; the first sees `visible` keys, each later one one more if causal."""
     count, rows, causal = last - first, state.rows, state.batch.causal
     q = rows.queries(args.ql_nope[first:last], args.q_pe[first:last], args.sm_scale)
     sums = rows.sums(count)
@@ -132,7 +134,7 @@ def _attend(
         keys = state.tiles.load(args.cache, pages, begin, end)
         scores, values = rows.softmax.scores(keys, q), keys[:, : args.out.shape[2]]
         if causal:
-            rows.softmax.add_causal(sums, scores, values, visible - begin, count)
+            rows.softmax.add_causal(sums, scores, values, visible - begin, count, args.out.shape[1])
         else:
             rows.softmax.add(sums, scores, values)
     rows.write(sums, args.sinks, args.out[first:last], None if args.lse is None else args.lse[first:last])

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from anymla.backends.cpu_mla.decode import clear_rows
-from anymla.backends.cpu_mla.softmax import RunningSums, Softmax
+from anymla.backends.cpu_mla.softmax import FEW, RunningSums, Softmax, columns
 from anymla.backends.cpu_mla.tiles import TILE, KeyTiles
 from anymla.contract import Batch, PrefillArgs
 from anymla.hardware.probe import Machine
@@ -27,7 +27,7 @@ class HeadRows:
     """Scratch for HEADS heads of SPAN query tokens, and for one head's keys and values of a tile."""
 
     def __init__(self, max_tokens: int, problem: Problem) -> None:
-        heads, tokens = min(HEADS, problem.num_heads), min(SPAN, max_tokens)
+        heads, tokens = min(HEADS, problem.num_heads), min(SPAN, max_tokens) + FEW
         self._nope, self._rope = problem.qk_nope_head_dim, problem.qk_rope_head_dim
         self._latent, self._value = problem.kv_lora_rank, problem.v_head_dim
         self._q = torch.empty(heads, (self._nope + self._rope) * tokens)
@@ -38,28 +38,30 @@ class HeadRows:
         self._values = torch.empty(TILE, self._value)
         self._w_uk = torch.empty(self._nope * self._latent)
         self._w_uv = torch.empty(self._latent * self._value)
-        self.softmax = Softmax(min(ROWS, tokens), TILE, min(ROWS, tokens))
+        self.softmax = Softmax(min(ROWS, tokens), TILE, ROWS)
 
     def take_queries(self, head: int, first: int, q_nope: Tensor, q_pe: Tensor, sm_scale: float) -> None:
         """Keep queries [t, P] and [t, R] of tokens `first` and on of the span, scaled; start their sums."""
-        q = self.queries(head, first, q_nope.shape[0])
-        q[: self._nope].copy_(q_nope.t())
-        q[self._nope :].copy_(q_pe.t())
+        count = q_nope.shape[0]
+        q = self.queries(head, first, count)
+        q[:, count:].zero_()
+        q[: self._nope, :count].copy_(q_nope.t())
+        q[self._nope :, :count].copy_(q_pe.t())
         q.mul_(sm_scale)
-        self.sums(head, first, q_nope.shape[0]).reset()
+        self.sums(head, first, count).reset()
 
     def queries(self, head: int, first: int, count: int) -> Tensor:
-        """[P + R, count]."""
+        """[P + R, columns]."""
         width = self._nope + self._rope
-        return self._q[head, width * first : width * (first + count)].view(width, count)
+        return self._q[head, width * first : width * (first + columns(count))].view(width, -1)
 
     def sums(self, head: int, first: int, count: int) -> RunningSums:
         """Those of tokens first to first + count - 1 of the span."""
-        width, last = self._value, first + count
+        width, last = self._value, first + columns(count)
         return RunningSums(
             self._row_max[head : head + 1, first:last],
             self._row_sum[head : head + 1, first:last],
-            self._acc[head, width * first : width * last].view(width, count),
+            self._acc[head, width * first : width * last].view(width, -1),
         )
 
     def expand(self, tile: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,14 +158,14 @@ def _attend(
                 sums = rows.sums(lane, first, count)
                 scores = rows.softmax.scores(keys, rows.queries(lane, first, count))
                 if causal:
-                    rows.softmax.add_causal(sums, scores, values, visible, count)
+                    rows.softmax.add_causal(sums, scores, values, visible, count, 1)
                 else:
                     rows.softmax.add(sums, scores, values)
     for lane, head in enumerate(heads):
         sinks = None if args.sinks is None else args.sinks[head : head + 1]
         for first, count in span.blocks():
             part = slice(span.row + first, span.row + first + count)
-            out, lse = rows.softmax.finish(rows.sums(lane, first, count), sinks)
+            out, lse = rows.softmax.finish(rows.sums(lane, first, count).rows(0, count), sinks)
             args.out[part, head].copy_(out.t())
             if args.lse is not None:
                 args.lse[part, head].copy_(lse)

@@ -12,6 +12,14 @@ from torch import Tensor
 
 FP32_MIN = torch.finfo(torch.float32).min
 
+FEW = 16
+"""MKL takes products of few rows or columns by ways of its own, slower than 16 of them and half as exact."""
+
+
+def columns(rows: int) -> int:
+    """Columns in which so many rows are worked on; those beyond them are zero queries."""
+    return rows if rows == 1 else max(rows, FEW)
+
 
 @dataclass(frozen=True)
 class RunningSums:
@@ -43,18 +51,23 @@ class Softmax:
     """Scratch and steps for up to `max_rows` rows at a time."""
 
     def __init__(self, max_rows: int, tile: int, max_tokens: int) -> None:
-        self._scores = torch.empty(tile * max_rows, dtype=torch.float32)
-        self._vectors = torch.empty((3, max_rows), dtype=torch.float32)
-        self._is_empty = torch.empty(max_rows, dtype=torch.bool)
+        most = max(max_rows, FEW)
+        self._scores = torch.empty(tile * most, dtype=torch.float32)
+        self._vectors = torch.empty((3, most), dtype=torch.float32)
+        self._is_empty = torch.empty(most, dtype=torch.bool)
         self._key = torch.arange(tile)[:, None]
         self._token = torch.arange(max_tokens)
         self._visible = torch.empty(max_tokens, dtype=torch.int64)
         self._is_hidden = torch.empty(tile * max_tokens, dtype=torch.bool)
 
     def scores(self, keys: Tensor, q_by_row: Tensor) -> Tensor:
-        """Keys [n, D] times queries [D, rows]: [n, rows], overwritten by the next call."""
-        count, rows = keys.shape[0], q_by_row.shape[1]
-        return torch.mm(keys, q_by_row, out=self._scores[: count * rows].view(count, rows))
+        """Keys [n, D] times queries [D, columns]: [n, columns], overwritten by the next call.
+
+        The keys are the first rows of a tile of scratch; if they are few, what lies behind is scored too.
+        """
+        count, rows = max(keys.shape[0], FEW), q_by_row.shape[1]
+        tile = keys.as_strided((count, keys.shape[1]), keys.stride())
+        return torch.mm(tile, q_by_row, out=self._scores[: count * rows].view(count, rows))[: keys.shape[0]]
 
     def add(self, sums: RunningSums, scores: Tensor, values: Tensor) -> None:
         """Take in scores [n, rows], which are overwritten, of values [n, width]; every row sees every key."""
@@ -70,16 +83,15 @@ class Softmax:
         sums.acc.mul_(decay).addmm_(values.t(), scores)
 
     def add_causal(
-        self, sums: RunningSums, scores: Tensor, values: Tensor, visible: int, num_tokens: int
+        self, sums: RunningSums, scores: Tensor, values: Tensor, visible: int, num_tokens: int, heads: int
     ) -> None:
-        """`add` where token t of num_tokens sees only the first visible + t keys of the tile."""
-        count, rows = scores.shape
+        """`add` where token t of num_tokens, with `heads` rows, sees only the first visible + t keys."""
+        count = scores.shape[0]
         if visible >= count:
             self.add(sums, scores, values)
             return
         if visible + num_tokens <= 1:
             return
-        heads = rows // num_tokens
         hidden_from_some = values[max(visible, 0) :]
         if not math.isfinite(float(hidden_from_some.sum())):
             # A weight of 0 would still carry a NaN or inf to rows that do not see it.
@@ -92,17 +104,18 @@ class Softmax:
         limit = torch.add(self._token[:num_tokens], visible, out=self._visible[:num_tokens])
         is_hidden = self._is_hidden[: count * num_tokens].view(count, num_tokens)
         torch.ge(self._key[:count], limit, out=is_hidden)
-        scores.view(count, num_tokens, heads).masked_fill_(is_hidden[:, :, None], -math.inf)
+        rows = scores[:, : num_tokens * heads].view(count, num_tokens, heads)
+        rows.masked_fill_(is_hidden[:, :, None], -math.inf)
         self.add(sums, scores, values)
 
     def finish(self, sums: RunningSums, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
         """The result [width, rows] and its lse [rows], which overwrite `sums`. Sinks are [rows] or [1]."""
         out, rows = sums.acc, sums.acc.shape[1]
         is_empty = torch.eq(sums.row_sum[0], 0, out=self._is_empty[:rows])
-        out.div_(sums.row_sum)
-        lse = sums.row_sum[0].log_().add_(sums.row_max[0])
+        total = self._vectors[0, :rows].copy_(sums.row_sum[0])
         if sinks is not None:
-            share = torch.sub(sinks, lse, out=self._vectors[0, :rows]).exp_().add_(1).reciprocal_()
-            out.mul_(share)
-        out.masked_fill_(is_empty, 0.0)
+            # Against row_max, not against the lse, whose own rounding would grow into the weights.
+            total.add_(torch.sub(sinks, sums.row_max[0], out=self._vectors[1, :rows]).exp_())
+        out.div_(total).masked_fill_(is_empty, 0.0)
+        lse = sums.row_sum[0].log_().add_(sums.row_max[0])
         return out, lse
