@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from anymla.backends import BACKENDS
-from anymla.errors import InvalidInput, Reasons
+from anymla.errors import Reasons
 from anymla.problem import KV_FORMAT_NAMES, canonical_name
 
 if TYPE_CHECKING:
@@ -31,10 +31,6 @@ if TYPE_CHECKING:
 
 AFFORDABLE_PARAMETERS = 20_000_000
 """Up to this size a check also runs the model in fp64, and holds the logits to the judge's budget."""
-
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -117,10 +113,10 @@ def generate(
         console.status(f"loading {name}" + (", about half a minute" if preset == "smollm2" else "")),
     ):
         began = time.perf_counter()
-        from anymla.integrations import presets
+        from anymla.integrations import model_folder, presets
         from anymla.integrations.transformers import attach
 
-        loaded = load_directory(model) if model else presets.load(name, seed=seed)
+        loaded = model_folder.load(model) if model else presets.load(name, seed=seed)
         inputs = _encoded(loaded, prompt, max_new_tokens)
         handle = attach(loaded.model, kv_format=kv_format, backend=backend)
         load_seconds = time.perf_counter() - began
@@ -161,47 +157,6 @@ def generate(
         _show(console, report, _short_reason(handle.choices, backend))
     if found is not None and not found.passed:
         raise typer.Exit(1)
-
-
-def load_directory(folder: Path) -> "Loaded":
-    """Load a Hugging Face model folder in fp32, from safetensors only and without running code of its own.
-
-    Args:
-        folder: Holds config.json, *.safetensors and a tokenizer.
-
-    Returns:
-        The model in evaluation mode and its tokenizer.
-
-    Raises:
-        InvalidInput: with everything that is missing or cannot be used.
-    """
-    _check_directory(folder)
-    import torch
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from anymla.integrations.presets import Loaded
-
-    local = {"local_files_only": True, "trust_remote_code": False}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", **local)
-        # fp32 whatever was stored: products in bf16 are many times slower on most CPUs.
-        model, notes = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, use_safetensors=True, output_loading_info=True, **local
-        )
-    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
-        needs = "a causal language model that transformers loads by itself"
-        raise InvalidInput("generate", [f"--model got {folder}; needs {needs}: {error}"]) from error
-    reasons = Reasons("generate")
-    absent = sorted(notes["missing_keys"])
-    more = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-    reasons.need(
-        not absent, "weights", f"no {absent[0]}{more}" if absent else "", f"all of {type(model).__name__}"
-    )
-    for key, stored, wanted in sorted(notes["mismatched_keys"]):
-        reasons.need(False, key, f"shape {tuple(stored)}", f"{tuple(wanted)}, from config.json")
-    reasons.raise_if_any()
-    return Loaded(model.eval(), tokenizer, bool(tokenizer.chat_template), "safetensors")
 
 
 def compared(loaded: "Loaded", prompt: "Tensor", run: Run, stock: Run, kv_format: str) -> Check:
@@ -291,23 +246,33 @@ def _run(
 
 
 class _Stream:
-    """Hands on text as it comes, and notes when the prompt and each token came."""
+    """Shows text as soon as its bytes are whole, and notes when the prompt and each token came."""
 
     def __init__(self, tokenizer: Any, show: Callable[[str], None] | None) -> None:
-        from transformers import TextStreamer
-
-        self.words = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self.words.on_finalized_text = lambda text, stream_end=False: show(text) if show else None
+        self.tokenizer, self.show = tokenizer, show
+        self.tokens: list[int] = []
         self.times: list[float] = []
+        self.shown = 0
 
     def put(self, ids: "Tensor") -> None:
         """Take the prompt, then one token each time."""
         self.times.append(time.perf_counter())
-        self.words.put(ids)
+        if len(self.times) > 1:
+            self.tokens += ids.tolist()
+            self._show_new(even_if_cut=False)
 
     def end(self) -> None:
-        """Hand on what is left."""
-        self.words.end()
+        """Show what is left."""
+        self._show_new(even_if_cut=True)
+
+    def _show_new(self, *, even_if_cut: bool) -> None:
+        if self.show is None:
+            return
+        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        # A replacement character at the end may be the start of a character that the next token completes.
+        if even_if_cut or not text.endswith("\N{REPLACEMENT CHARACTER}"):
+            self.show(text[self.shown :])
+            self.shown = len(text)
 
 
 def _encoded(loaded: "Loaded", prompt: str, max_new_tokens: int) -> dict[str, "Tensor"]:
@@ -332,61 +297,6 @@ def _encoded(loaded: "Loaded", prompt: str, max_new_tokens: int) -> dict[str, "T
         reasons.need(max_new_tokens <= room, "--max-new-tokens", max_new_tokens, needs)
     reasons.raise_if_any()
     return {name: encoded[name] for name in ("input_ids", "attention_mask")}
-
-
-def _check_directory(folder: Path) -> None:
-    """Refuse a folder that lacks something, or whose weights could run code; nothing is loaded yet."""
-    reasons = Reasons("generate")
-    if not reasons.need(folder.is_dir(), "--model", f"{folder}, no folder", "a folder on this machine"):
-        reasons.raise_if_any()
-    files = {file.name for file in folder.iterdir()}
-    where = f"in {folder}"
-    config = folder / "config.json"
-    if reasons.need(
-        "config.json" in files, "config.json", f"no such file {where}", "the model's config.json"
-    ):
-        _check_config(reasons, config)
-    if not any(name.endswith(".safetensors") for name in files):
-        pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
-        got = f"{', '.join(pickles)} {where}" if pickles else f"no file {where}"
-        needs = "*.safetensors" + (
-            ": opening a pickle can run code, converting it is yours to do" if pickles else ""
-        )
-        reasons.need(False, "weights", got, needs)
-    elif INDEX in files:
-        named = _json(reasons, folder / INDEX).get("weight_map", {})
-        absent = sorted(set(named.values()) - files)
-        reasons.need(
-            not absent, INDEX, f"shards {', '.join(absent)}, not {where}", "every shard that it names"
-        )
-    reasons.need(
-        bool(files & set(TOKENIZERS)), "tokenizer", f"no file {where}", f"one of {', '.join(TOKENIZERS)}"
-    )
-    reasons.raise_if_any()
-
-
-def _check_config(reasons: Reasons, config: Path) -> None:
-    """Note a config of an architecture that transformers does not have itself."""
-    values = _json(reasons, config)
-    from transformers import CONFIG_MAPPING, __version__
-
-    kind = values.get("model_type")
-    own = ", code in the folder is never run" if "auto_map" in values else ""
-    known = isinstance(kind, str) and kind in CONFIG_MAPPING
-    reasons.need(
-        known or not values, "model_type", repr(kind), f"one that transformers {__version__} has{own}"
-    )
-
-
-def _json(reasons: Reasons, file: Path) -> dict[str, Any]:
-    """The object in a file; empty, and a note, if there is none."""
-    try:
-        values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        reasons.need(False, file.name, str(error), "a JSON object")
-        return {}
-    reasons.need(isinstance(values, dict) and bool(values), file.name, type(values).__name__, "a JSON object")
-    return values if isinstance(values, dict) else {}
 
 
 @contextmanager
