@@ -1,0 +1,105 @@
+"""The combine kernel: joins the pieces of a tile, applies sinks once, writes out and lse."""
+
+import triton
+import triton.language as tl
+
+from anymla.backends.triton_mla.attend import sink_share
+
+
+@triton.jit
+def combine_kernel(
+    part_out,
+    part_lse,
+    line,
+    stretches,
+    qo_indptr,
+    sinks,
+    out,
+    lse,
+    num_stretches,
+    num_heads,
+    stride_ot,
+    stride_oh,
+    stride_od,
+    stride_lt,
+    stride_lh,
+    L: tl.constexpr,
+    L_POW2: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    TILES_A_SEQ: tl.constexpr,
+    PIECES: tl.constexpr,
+    PIECE_BLOCKS: tl.constexpr,
+    SPARSE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LSE: tl.constexpr,
+):
+    """Grid: a cut (or, batch-invariant, a tile) × a row of its tile × a stretch of BLOCK_L columns."""
+    cut = tl.program_id(0) // BLOCK_M
+    row = tl.program_id(0) % BLOCK_M
+    if PIECES == 1:
+        # The cut before stretch `cut + 1`; the first cut inside a tile joins all of its pieces.
+        right = cut + 1
+        tile = tl.load(stretches + 3 * right)
+        start = tl.load(stretches + 3 * right + 2)
+        tile_start = tl.load(line + tile)
+        tile_end = tl.load(line + tile + 1)
+        before = tl.load(stretches + 3 * cut + 2)
+        first = (start > tile_start) & (start < tile_end) & ((before <= tile_start) | (cut == 0))
+        quota = tl.load(stretches + 5)
+        pieces = tl.where(first, (tile_end - 1) // quota - cut + 1, 0)
+        slot = 2 * cut
+        first_slot = 2 * cut + (tl.load(stretches + 3 * cut) != tile).to(tl.int32)
+        slot_step = 2
+    else:
+        tile = cut
+        blocks = tl.load(line + (tile + 1) * PIECES) - tl.load(line + tile * PIECES)
+        pieces = tl.where(blocks > PIECE_BLOCKS, (blocks + PIECE_BLOCKS - 1) // PIECE_BLOCKS, 0)
+        slot = tile * PIECES
+        first_slot = slot
+        slot_step = 1
+    if pieces > 0:
+        seq = tile // TILES_A_SEQ
+        tile_row = tile % TILES_A_SEQ * BLOCK_M + row
+        token = tile_row // num_heads
+        head = tile_row % num_heads
+        if SPARSE:
+            q_start = seq
+            q_len = 1
+        else:
+            q_start = tl.load(qo_indptr + seq)
+            q_len = tl.load(qo_indptr + seq + 1) - q_start
+        if token < q_len:
+            cols = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
+            offs = tl.arange(0, BLOCK_P)
+            top = float("-inf")
+            for first_piece in range(0, pieces, BLOCK_P):
+                piece = first_piece + offs
+                slots = tl.where(piece == 0, first_slot, slot + piece * slot_step).to(tl.int64)
+                part = tl.load(part_lse + slots * BLOCK_M + row, mask=piece < pieces, other=float("-inf"))
+                top = tl.maximum(top, tl.max(part, 0))
+            floor = tl.where(top == float("-inf"), 0.0, top)
+            total = 0.0
+            acc = tl.zeros((BLOCK_L,), tl.float32)
+            for first_piece in range(0, pieces, BLOCK_P):
+                piece = first_piece + offs
+                slots = tl.where(piece == 0, first_slot, slot + piece * slot_step).to(tl.int64)
+                part = tl.load(part_lse + slots * BLOCK_M + row, mask=piece < pieces, other=float("-inf"))
+                weights = tl.exp(part - floor)
+                values = tl.load(
+                    part_out + (slots * BLOCK_M + row)[:, None] * L_POW2 + cols[None, :],
+                    mask=(piece < pieces)[:, None] & (cols < L)[None, :],
+                    other=0.0,
+                )
+                total += tl.sum(weights, 0)
+                acc += tl.sum(weights[:, None] * values, 0)
+            empty = total == 0.0
+            acc = tl.where(empty, 0.0, acc / tl.where(empty, 1.0, total))
+            row_lse = tl.where(empty, float("-inf"), floor + tl.log(total))
+            if HAS_SINKS:
+                acc = acc * sink_share(row_lse, tl.load(sinks + head))
+            o_row = out + (q_start + token).to(tl.int64) * stride_ot + head * stride_oh
+            tl.store(o_row + cols * stride_od, acc.to(out.dtype.element_ty), mask=cols < L)
+            if HAS_LSE:
+                tl.store(lse + (q_start + token).to(tl.int64) * stride_lt + head * stride_lh, row_lse)

@@ -1,0 +1,311 @@
+"""Dense and sparse decode: which tiles, how the line is cut, the workspace, and the launches."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from anymla.backends.triton_mla import keys
+from anymla.backends.triton_mla.attend import attend_kernel
+from anymla.backends.triton_mla.combine import combine_kernel
+from anymla.backends.triton_mla.schedule import schedule_kernel
+from anymla.contract import Batch, DecodeArgs, SparseArgs
+from anymla.hardware.arches import ARCHES
+from anymla.hardware.launch import Launch, launch_rows
+from anymla.hardware.probe import Machine
+from anymla.problem import Feature, Problem
+
+LOG2_E = 1.4426950408889634
+LEAST_BLOCKS = 4
+"""A stretch is not cut shorter: the pieces would cost more than the keys."""
+INVARIANT_KEYS = 4096
+"""Keys of one piece of a batch-invariant row."""
+_CHUNK = 128
+
+
+@dataclass
+class State:
+    """A planned step: the schedule, the workspace and how to launch.
+
+    Attributes:
+        launch: Tile sizes and warps.
+        pieces: Items of a tile on the line, more than one where the split must depend on the row alone.
+        line, stretches: See `schedule`.
+        part_out: [slots, block_m, L_POW2] fp32, pieces of rows.
+        part_lse: [slots, block_m] fp32, natural log.
+    """
+
+    problem: Problem
+    launch: Launch
+    arch: str
+    num_seqs: int
+    num_tokens: int
+    tiles_a_seq: int
+    pieces: int
+    num_stretches: int
+    causal: bool
+    line: Tensor
+    stretches: Tensor
+    part_out: Tensor
+    part_lse: Tensor
+    batch: Batch | None = None
+
+
+def plan_decode(batch: Batch, problem: Problem, machine: Machine, knobs: Mapping[str, int]) -> State:
+    """Plan a dense decode; lengths stay on the device."""
+    state = _plan(problem, machine, batch.seq_lens.device, batch.num_seqs, batch.num_tokens, batch.max_seq_len)
+    state.causal = batch.causal
+    update_decode(state, batch)
+    return state
+
+
+def update_decode(state: State, batch: Batch) -> None:
+    """Cut the line anew for another step, into the same buffers."""
+    state.batch = batch
+    _schedule(state, batch.seq_lens, batch.qo_indptr)
+
+
+def plan_sparse_decode(
+    num_tokens: int, device: torch.device, problem: Problem, machine: Machine, knobs: Mapping[str, int]
+) -> State:
+    """Plan a sparse decode; each query token is a sequence of its own."""
+    state = _plan(problem, machine, device, num_tokens, num_tokens, problem.topk)
+    _schedule(state, None, None)
+    return state
+
+
+def decode(args: DecodeArgs, state: State) -> None:
+    """Fill args.out and args.lse."""
+    assert state.batch is not None
+    _attend(args, state, state.batch, None, None)
+
+
+def sparse_decode(args: SparseArgs, state: State) -> None:
+    """Fill args.out and args.lse."""
+    _attend(args, state, None, args.indices, args.counts)
+
+
+def workspace_bytes(problem: Problem, machine: Machine, num_seqs: int, max_seq_len: int) -> int:
+    """The most bytes that any step within these bounds takes beside its outputs.
+
+    The pieces are at most two a stretch, whatever the batch: no product of batch and splits.
+    """
+    shape = _shape(problem, machine, num_seqs, max_seq_len)
+    rows = shape.slots * shape.launch.block_m
+    return 4 * (rows * (_pow2(problem.kv_lora_rank) + 1) + shape.num_items + 1 + 3 * (shape.num_stretches + 1))
+
+
+@dataclass(frozen=True)
+class _Shape:
+    launch: Launch
+    tiles_a_seq: int
+    pieces: int
+    num_items: int
+    num_stretches: int
+    slots: int
+
+
+def _shape(problem: Problem, machine: Machine, num_seqs: int, max_seq_len: int) -> _Shape:
+    rows = problem.num_heads * problem.q_len
+    launch = _launch_for(problem, machine, problem.num_heads if _invariant(problem) else rows)
+    tiles_a_seq = -(-rows // launch.block_m)
+    units = machine.multiprocessors or 1
+    stretches = units * launch.programs_a_unit
+    pieces = max(1, -(-max_seq_len // INVARIANT_KEYS)) if _invariant(problem) else 1
+    items = num_seqs * tiles_a_seq * pieces
+    return _Shape(
+        launch,
+        tiles_a_seq,
+        pieces,
+        items,
+        num_stretches=stretches if pieces == 1 else max(stretches, 1),
+        slots=2 * stretches if pieces == 1 else items,
+    )
+
+
+def _launch_for(problem: Problem, machine: Machine, rows: int) -> Launch:
+    """The smallest tile that holds the rows, else the largest; of these the first that fits on the chip."""
+    chip = ARCHES.get(machine.arch)
+    room = chip.shared_bytes if chip is not None else 0
+    fits = [
+        row
+        for row in launch_rows("attend", machine.arch)
+        if not room or shared_bytes(row, problem) <= room
+    ]
+    assert fits, f"no launch row of attend fits {problem} on {machine.arch}"
+    enough = [row.block_m for row in fits if row.block_m >= rows]
+    block_m = min(enough) if enough else max(row.block_m for row in fits)
+    return next(row for row in fits if row.block_m == block_m)
+
+
+def shared_bytes(launch: Launch, problem: Problem) -> int:
+    """An upper estimate of the on-chip bytes of a program: queries, blocks of keys in flight, weights."""
+    width = _pow2(problem.kv_lora_rank) + (_pow2(problem.qk_rope_head_dim) if problem.qk_rope_head_dim else 0)
+    element = 4 if problem.q_dtype == "fp32" else 2
+    queries = launch.block_m * width * element
+    block = launch.block_n * width * element
+    return queries + max(launch.num_stages, 1) * block + launch.block_m * launch.block_n * element
+
+
+def _plan(
+    problem: Problem, machine: Machine, device: torch.device, num_seqs: int, num_tokens: int, max_seq_len: int
+) -> State:
+    shape = _shape(problem, machine, num_seqs, max_seq_len)
+    launch, width = shape.launch, _pow2(problem.kv_lora_rank)
+
+    def new(*size: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    return State(
+        problem=problem,
+        launch=launch,
+        arch=machine.arch,
+        num_seqs=num_seqs,
+        num_tokens=num_tokens,
+        tiles_a_seq=shape.tiles_a_seq,
+        pieces=shape.pieces,
+        num_stretches=shape.num_stretches,
+        causal=True,
+        line=new(shape.num_items + 1, dtype=torch.int32),
+        stretches=new(shape.num_stretches + 1, 3, dtype=torch.int32),
+        part_out=new(shape.slots, launch.block_m, width, dtype=torch.float32),
+        part_lse=new(shape.slots, launch.block_m, dtype=torch.float32),
+    )
+
+
+def _schedule(state: State, seq_lens: Tensor | None, qo_indptr: Tensor | None) -> None:
+    launch = state.launch
+    schedule_kernel[(1,)](
+        seq_lens,
+        qo_indptr,
+        state.line,
+        state.stretches,
+        state.line.shape[0] - 1,
+        state.problem.num_heads,
+        state.problem.topk,
+        state.num_stretches,
+        LEAST_BLOCKS,
+        TILES_A_SEQ=state.tiles_a_seq,
+        PIECES=state.pieces,
+        PIECE_BLOCKS=INVARIANT_KEYS // launch.block_n,
+        BLOCK_M=launch.block_m,
+        BLOCK_N=launch.block_n,
+        CAUSAL=state.causal,
+        SPARSE=seq_lens is None,
+        CHUNK=_CHUNK,
+        STRETCHES_POW2=triton.next_power_of_2(state.num_stretches + 1),
+        num_warps=8,
+    )
+
+
+def _attend(
+    args: DecodeArgs | SparseArgs,
+    state: State,
+    batch: Batch | None,
+    indices: Tensor | None,
+    counts: Tensor | None,
+) -> None:
+    problem, launch = state.problem, state.launch
+    sparse = indices is not None
+    data, form = _elements(args, state.arch)
+    table = None if batch is None else batch.block_table
+    common = {
+        "L": problem.kv_lora_rank,
+        "L_POW2": _pow2(problem.kv_lora_rank),
+        "BLOCK_M": launch.block_m,
+        "TILES_A_SEQ": state.tiles_a_seq,
+        "PIECES": state.pieces,
+        "PIECE_BLOCKS": INVARIANT_KEYS // launch.block_n,
+        "SPARSE": sparse,
+        "HAS_SINKS": args.sinks is not None,
+        "HAS_LSE": args.lse is not None,
+    }
+    out_strides = (*args.out.stride(), *(args.lse.stride() if args.lse is not None else (0, 0)))
+    indptr = None if batch is None else batch.qo_indptr
+    attend_kernel[(state.num_stretches,)](
+        args.ql_nope,
+        args.q_pe,
+        data,
+        args.cache.scale,
+        table,
+        None if batch is None else batch.seq_lens,
+        indptr,
+        indices,
+        counts,
+        args.sinks,
+        args.out,
+        args.lse,
+        state.part_out,
+        state.part_lse,
+        state.line,
+        state.stretches,
+        args.sm_scale * LOG2_E,
+        state.num_tokens,
+        state.num_seqs,
+        problem.num_heads,
+        0 if indices is None else indices.shape[1],
+        *args.ql_nope.stride(),
+        *args.q_pe.stride(),
+        data.stride(0),
+        data.stride(1),
+        *((0, 0) if table is None else table.stride()),
+        *((0, 0) if indices is None else indices.stride()),
+        *out_strides,
+        R=problem.qk_rope_head_dim,
+        R_POW2=_pow2(max(problem.qk_rope_head_dim, 16)),
+        BLOCK_N=launch.block_n,
+        BLOCK_SIZE=problem.block_size,
+        FORMAT=form,
+        CAUSAL=state.causal,
+        HAS_COUNTS=counts is not None,
+        HAS_SCALE=args.cache.scale is not None,
+        **common,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    cuts = state.num_stretches - 1 if state.pieces == 1 else state.num_seqs * state.tiles_a_seq
+    if cuts:
+        block_l = min(128, common["L_POW2"])
+        combine_kernel[(cuts * launch.block_m, triton.cdiv(problem.kv_lora_rank, block_l))](
+            state.part_out,
+            state.part_lse,
+            state.line,
+            state.stretches,
+            indptr,
+            args.sinks,
+            args.out,
+            args.lse,
+            state.num_stretches,
+            problem.num_heads,
+            *out_strides,
+            BLOCK_L=block_l,
+            BLOCK_P=32,
+            **common,
+            num_warps=4,
+        )
+
+
+def _elements(args: DecodeArgs | SparseArgs, arch: str) -> tuple[Tensor, int]:
+    """The cache as the kernel reads it on this chip, and its FORMAT."""
+    row, chip = args.cache.format, ARCHES.get(arch)
+    flavour = "e4m3fnuz" if row.value_dtype == torch.float8_e4m3fnuz else "e4m3fn"
+    native = chip is not None and chip.has_fp8 and chip.fp8_flavour == flavour
+    fnuz = flavour == "e4m3fnuz"
+    if row.tile:
+        tiled = (keys.TILED_FN, keys.TILED_FNUZ) if native else (keys.TILED_FN_BYTES, keys.TILED_FNUZ_BYTES)
+        return args.cache.data, tiled[fnuz].value
+    if not row.scaled:
+        return args.cache.data, keys.PLAIN.value
+    if native:
+        return args.cache.data, keys.PLAIN.value
+    return args.cache.storage, (keys.FP8_FN_BYTES, keys.FP8_FNUZ_BYTES)[fnuz].value
+
+
+def _invariant(problem: Problem) -> bool:
+    return Feature.BATCH_INVARIANT in problem.features
+
+
+def _pow2(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
