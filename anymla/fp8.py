@@ -38,7 +38,8 @@ def tile_scales(tiles: Tensor, dtype: torch.dtype) -> Tensor:
     largest = torch.finfo(dtype).max
     most = 2.0 ** (127 - math.floor(math.log2(largest)))
     amax = tiles.abs().nan_to_num_(nan=0.0, posinf=torch.inf).amax(-1, keepdim=True)
-    return (amax / largest).clamp_(_FP32.smallest_normal, most)
+    # By a tensor: CUDA divides by a number as a product with its rounded reciprocal.
+    return amax.div_(torch.full_like(amax, largest)).clamp_(_FP32.smallest_normal, most)
 
 
 def write_values(

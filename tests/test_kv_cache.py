@@ -417,6 +417,32 @@ def test_a_cache_of_no_pages_has_no_slots() -> None:
         assert convert(cache, "fp32").num_blocks == 0
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU: a device must store what the host stores")
+@pytest.mark.parametrize("name", KV_FORMATS)
+def test_a_device_stores_reads_and_converts_as_the_host_does(name: str) -> None:
+    host = made(name, blocks=10, size=64)
+    scale = None if host.scale is None else host.scale.cuda()
+    device = KVCache(host.data.cuda(), host.format, host.kv_lora_rank, host.qk_rope_head_dim, scale)
+    kv_c, k_pe = tokens(600, host.kv_lora_rank, host.qk_rope_head_dim)
+    kv_c[3, 0], kv_c[4, 0], kv_c[5, 0], kv_c[6] = math.nan, math.inf, -math.inf, -0.0
+    slots = torch.randperm(640)[:600]
+    slots[::7] = -1
+    host.write(kv_c, k_pe, slots)
+    device.write(kv_c.cuda(), k_pe.cuda(), slots.cuda())
+    live = slots[slots >= 0]
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        assert same(device.read(live.cuda(), dtype).cpu(), host.read(live, dtype))
+    pages = torch.empty(10, 64, host.width), torch.empty(10, 64, host.width, device="cuda")
+    host.dequantise_pages(host.storage, pages[0])
+    device.dequantise_pages(device.storage, pages[1])
+    assert same(pages[1].cpu(), pages[0])
+    for target, row in KV_FORMATS.items():
+        if row.refusal(host.kv_lora_rank, host.qk_rope_head_dim) is None:
+            new = 0.05 if row.scaled and not host.format.scaled else None
+            expected = convert(host, target, scale=new).read(live, torch.float64)
+            assert same(convert(device, target, scale=new).read(live.cuda(), torch.float64).cpu(), expected)
+
+
 # Calibration
 
 
