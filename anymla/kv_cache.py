@@ -209,7 +209,8 @@ class KVCache:
             shape, rope = (raw.shape[0], tiles, width // tiles), width + 4 * tiles
             scales = raw[:, width:rope].view(torch.float32).unsqueeze(-1)
             self._write_fp8(raw[:, :width].view(shape), scales, out[:, :width].view(shape), scratch)
-            out[:, width:] = raw[:, rope:].view(torch.bfloat16)
+            if self.qk_rope_head_dim:
+                out[:, width:] = raw[:, rope:].view(torch.bfloat16)
         elif row.scaled:
             assert self.scale is not None
             self._write_fp8(raw.view(torch.uint8), self.scale, out, scratch)
