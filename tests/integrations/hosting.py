@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+import transformers
 
 from anymla.integrations import presets
 from anymla.integrations.transformers.pages import PagePool
@@ -18,7 +19,7 @@ _allocate = KVCache.allocate.__func__
 
 
 def make_pages_hostile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new pages with NaN and hand pages out in no order: who reads a dead slot or a wrong page is seen."""
+    """Fill new pages with NaN and hand them out in no order: reading a dead slot or a wrong page is seen."""
 
     def allocate(cls, *args, **kwargs):
         store = _allocate(cls, *args, **kwargs)
@@ -39,8 +40,6 @@ def make_pages_hostile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def build(name: str, **changes):
     """A preset's model, or a skip where the installed transformers does not have it."""
-    import transformers
-
     if not hasattr(transformers, presets.PRESETS[name].model_class):
         pytest.skip(
             f"{presets.PRESETS[name].model_class} is newer than transformers {transformers.__version__}"
@@ -84,3 +83,30 @@ def exact_logits(model, batch):
 def greedy(model, batch, new=64, **options):
     """Token ids of a greedy generation, prompt included."""
     return model.generate(**batch, max_new_tokens=new, do_sample=False, **options)
+
+
+def given(cache):
+    """The cache under the name that this transformers calls it by."""
+    newer = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
+    return {"cache" if newer else "past_key_values": cache}
+
+
+def fp64_rows(model, batch):
+    """[B, q, vocabulary] fp64 logits; the mask hides with a number that fp64 can add to."""
+    stock = fp64(model)
+    keep = batch["attention_mask"].bool()
+    size = keep.shape[1]
+    seen = keep[:, None, None, :] & torch.ones(size, size, dtype=torch.bool).tril()
+    mask = torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, torch.finfo(torch.float32).min)
+    with torch.no_grad():
+        return stock(input_ids=batch["input_ids"], attention_mask=mask).logits
+
+
+def state(model):
+    """What attach may change: attributes of the model, its modules and configs, hooks, attention choice."""
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    modules = {
+        name: (sorted(vars(module)), len(module._forward_pre_hooks), len(module._forward_hooks))
+        for name, module in model.named_modules()
+    }
+    return modules, [config._attn_implementation for config in configs.values()]
