@@ -9,6 +9,7 @@ once at the end.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import ClassVar
 
@@ -407,6 +408,32 @@ class Trial:
         if kernel.shows_in == "out" and type(kernel) is not Kernel:
             got = AttentionOutput(got.out, None)
         return judge(got, self.reference, *self.eager)
+
+
+@lru_cache(maxsize=len(INPUTS) * len(LENGTHS))
+def trial(inputs: str, length: int) -> Trial:
+    """The call of these inputs at a length, made once."""
+    return Trial(inputs, length)
+
+
+def caught(fault: type[Kernel], lengths: Sequence[int] = LENGTHS) -> Judgement:
+    """Whether the judge catches a fault at every length: passed if it does.
+
+    Args:
+        fault: One of FAULTS.
+        lengths: Cached tokens.
+
+    Returns:
+        Its share is the smallest share of the budget at which it was caught, inverted, so that above 1 is a
+        miss.
+    """
+    shares = {length: trial(fault.inputs, length).judge(fault()).share for length in lengths}
+    missed = [
+        f"at {n} tokens it uses only {share:.3g} of the budget" for n, share in shares.items() if share <= 1
+    ]
+    least = min(shares.values())
+    share = 1 / least if least else math.inf
+    return Judgement(share, f"caught at {least:.3g} times the budget", tuple(missed))
 
 
 def _lse(part: AttentionOutput) -> Tensor:

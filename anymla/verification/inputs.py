@@ -117,7 +117,17 @@ def decode_inputs(
     pages = lay_out(draw, seq_lens, block_size, views=views)
     keys = [_keys(draw, widths, direction, n, min(n, q)) for n, q in zip(seq_lens, asked, strict=True)]
     cache = _filled(
-        draw, widths, direction, pages, keys, block_size, kv_format, q_dtype, poison, views, max(seq_lens)
+        draw,
+        widths,
+        direction,
+        pages,
+        keys,
+        block_size,
+        kv_format,
+        q_dtype,
+        poison,
+        views,
+        max(seq_lens, default=0),
     )
     ql_nope, q_pe = _queries(draw, widths, direction, tokens, q_dtype, views)
     options: dict[str, Any] = {
@@ -127,7 +137,7 @@ def decode_inputs(
         "sm_scale": widths.sm_scale,
         "causal": causal,
     }
-    plain = eager.decode(ql_nope, q_pe, cache, **options, orders=1)[0]
+    plain = eager.decode(ql_nope, q_pe, cache, **options, loops=0)[0]
     options["sinks"] = _sinks(draw, plain, sinks)
     shape = (tokens, widths.num_heads, widths.kv_lora_rank)
     return Inputs("decode", (ql_nope, q_pe, cache), options, tokens, shape)
@@ -202,7 +212,7 @@ def sparse_inputs(
             row[0] = row[last]
         indices[t] = row
     options: dict[str, Any] = {"indices": indices, "counts": counts, "sm_scale": widths.sm_scale}
-    lse = eager.sparse_decode(ql_nope, q_pe, cache, **options, orders=1)[0]
+    lse = eager.sparse_decode(ql_nope, q_pe, cache, **options, loops=0)[0]
     options["sinks"] = _sinks(draw, lse, sinks)
     shape = (num_tokens, widths.num_heads, widths.kv_lora_rank)
     return Inputs("sparse_decode", (ql_nope, q_pe, cache), options, num_tokens, shape)
@@ -271,7 +281,7 @@ def prefill_inputs(
         w_uk,
         w_uv,
     )
-    plain = eager.prefill(*tensors, **options, orders=1)[0]
+    plain = eager.prefill(*tensors, **options, loops=0)[0]
     options["sinks"] = _sinks(draw, plain, sinks)
     return Inputs("prefill", tensors, options, tokens, (tokens, heads, widths.v_head_dim))
 
@@ -287,7 +297,7 @@ def write_inputs(
     block_size: int = 16,
     views: bool = False,
 ) -> Inputs:
-    """A cache write of tokens small, huge, zero, NaN and, where there is one scale or none, infinite.
+    """A cache write of tokens small, huge, zero, NaN and infinite.
 
     Every fifth token is skipped; the slots are in random order and cover part of the cache.
 
@@ -308,9 +318,7 @@ def write_inputs(
     row = KV_FORMATS[kv_format]
     width = kv_lora_rank + qk_rope_head_dim
     values = draw.normal(num_tokens, width) * torch.exp2(draw.integers(-12, 12, num_tokens, 1))
-    traps = [0.0, -0.0, 1e-30, 60_000.0, -60_000.0]
-    if not row.tile:
-        traps += [torch.nan, torch.inf, -torch.inf]
+    traps = [0.0, -0.0, 1e-30, 60_000.0, -60_000.0, torch.nan, torch.inf, -torch.inf]
     for t in range(min(num_tokens, len(traps))):
         values[t, t % width :: 7] = traps[t]
     blocks = -(-num_tokens * 2 // block_size) + 1

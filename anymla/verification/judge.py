@@ -72,7 +72,7 @@ def judge(got: AttentionOutput, reference: AttentionOutput, *eager: AttentionOut
     if got.lse is not None:
         assert reference.lse is not None
         if got.lse.dtype != torch.float32:
-            parts.append(_wrong(f"lse got dtype {got.lse.dtype}; needs torch.float32"))
+            parts.append(wrong(f"lse got dtype {got.lse.dtype}; needs torch.float32"))
         noise = [e.lse for e in eager if e.lse is not None]
         parts.append(judge_tensor("lse", got.lse, reference.lse, *noise, by_row=False))
     return together(*parts)
@@ -96,7 +96,7 @@ def judge_tensor(name: str, got: Tensor, reference: Tensor, *eager: Tensor, by_r
         Nothing of its own; see `Judgement.require_pass`.
     """
     if got.shape != reference.shape:
-        return _wrong(f"{name} got shape {tuple(got.shape)}; needs {tuple(reference.shape)}")
+        return wrong(f"{name} got shape {tuple(got.shape)}; needs {tuple(reference.shape)}")
     if not got.numel():
         return Judgement(0.0, f"{name} is empty")
     limits = torch.finfo(got.dtype)
@@ -105,7 +105,7 @@ def judge_tensor(name: str, got: Tensor, reference: Tensor, *eager: Tensor, by_r
     fits = torch.where(finite, x.isfinite(), (x == right) | (x.isnan() & right.isnan()))
     if not bool(fits.all()):
         where = tuple((~fits).nonzero()[0].tolist())
-        return _wrong(
+        return wrong(
             f"{_element(name, where)} got {x[where]}; needs {right[where]}; {int((~fits).sum())} of "
             f"{x.numel()} elements are infinite or NaN in the wrong place"
         )
@@ -149,16 +149,17 @@ def judge_written(got: Tensor, expected: Tensor, given: Tensor) -> Judgement:
     """
     x, right, source = (t.detach().to("cpu", FP64) for t in (got, expected, given))
     allowed = (right - source).abs() + 2 * torch.finfo(torch.float32).eps * source.abs()
-    same = (x == right) | (right.isnan() & (x.isnan() | source.isfinite()))
+    skipped = right.isnan().all(-1, keepdim=True) & ~source.isnan().all(-1, keepdim=True)
+    same = (x == right) | (right.isnan() & x.isnan()) | skipped
     near = (x - source).abs() <= allowed
     if bool((same | near).all()):
         off = torch.where(same, 0.0, (x - source).abs() / allowed)
         return Judgement(float(off.max()) if off.numel() else 0.0, "the cache")
     where = tuple((~(same | near)).nonzero()[0].tolist())
-    wrong = int((~(same | near)).sum())
-    return _wrong(
+    count = int((~(same | near)).sum())
+    return wrong(
         f"{_element('cache', where)} got {x[where]}; needs {right[where]}, from {source[where]}; "
-        f"{wrong} of {x.numel()} elements differ"
+        f"{count} of {x.numel()} elements differ"
     )
 
 
@@ -179,7 +180,7 @@ def judge_topk(got: Tensor, chosen: Tensor, logits: Sequence[Tensor], eager: Seq
         The judgement; share 0 means the same ids.
     """
     if got.shape != chosen.shape:
-        return _wrong(f"indices got shape {tuple(got.shape)}; needs {tuple(chosen.shape)}")
+        return wrong(f"indices got shape {tuple(got.shape)}; needs {tuple(chosen.shape)}")
     got = got.cpu()
     if torch.equal(got, chosen):
         return Judgement(0.0, "indices")
@@ -199,7 +200,7 @@ def judge_topk(got: Tensor, chosen: Tensor, logits: Sequence[Tensor], eager: Seq
             bool((named >= 0).all() and (named < len(logits[row])).all()) and len(named.unique()) == count
         )
         if not distinct or bool((ids[count:] != -1).any()):
-            return _wrong(
+            return wrong(
                 f"indices[{row}] got {_few(ids)}; needs {count} distinct tokens, such as {_few(right)}"
             )
         off = (logits[row][named.long()] - logits[row][right[:count].long()]).nan_to_num(nan=math.inf).abs()
@@ -207,7 +208,7 @@ def judge_topk(got: Tensor, chosen: Tensor, logits: Sequence[Tensor], eager: Seq
         worst = float(torch.where(same, 0.0, off).max()) if count else 0.0
         if (not bool(same.all()) and rounding == 0.0) or worst > budget:
             i = int((~same).nonzero()[0])
-            return _wrong(f"indices[{row}, {i}] got {int(named[i])}; needs {int(right[i])}; {_few(ids)}")
+            return wrong(f"indices[{row}, {i}] got {int(named[i])}; needs {int(right[i])}; {_few(ids)}")
         share, where = max((share, where), (worst / budget if worst else 0.0, f"indices[{row}]"))
     return Judgement(share, where)
 
@@ -216,6 +217,11 @@ def together(*parts: Judgement) -> Judgement:
     """One judgement of several: the worst share, every reason."""
     worst = max(parts, key=lambda part: part.share)
     return Judgement(worst.share, worst.where, tuple(r for part in parts for r in part.reasons))
+
+
+def wrong(reason: str) -> Judgement:
+    """A judgement that no budget can help."""
+    return Judgement(math.inf, reason, (reason,))
 
 
 def _budget(
@@ -242,10 +248,6 @@ def _largest(rows: Tensor) -> Tensor:
 
 def _mean(rows: Tensor) -> Tensor:
     return rows.mean(-1)
-
-
-def _wrong(reason: str) -> Judgement:
-    return Judgement(math.inf, reason, (reason,))
 
 
 def _element(name: str, where: tuple[int, ...]) -> str:

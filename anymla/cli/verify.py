@@ -1,0 +1,83 @@
+"""`anymla verify`: a backend against the fp64 definition on hostile inputs, the judge against known bugs."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from anymla.cli.explain import terminal
+
+if TYPE_CHECKING:
+    from anymla.verification.run import Report
+
+EVIDENCE = Path("evidence")
+"""Where `--record` writes, in the current folder."""
+
+
+def verify(
+    backend: Annotated[str, typer.Option(help="Name of a backend.")] = "cpu",
+    quick: Annotated[bool, typer.Option("--quick", help="Only a part, in a fraction of the time.")] = False,
+    record: Annotated[
+        bool, typer.Option("--record", help=f"Write {EVIDENCE}/<chip>/<backend>.json if all passes.")
+    ] = False,
+    in_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check a backend against the fp64 definition, and that every known fault is caught.
+
+    The cases come from what the backend's rows offer: each is run on hostile inputs and judged by one budget;
+    what is not offered must be refused. Exit code 1 if anything fails or a fault is missed.
+    """
+    from anymla.verification import run
+
+    report = run.verify(backend, quick=quick) if in_json else _with_progress(backend, quick)
+    failed = bool(report.failures)
+    written = run.record(report, EVIDENCE) if record and not failed else None
+    if in_json:
+        typer.echo(json.dumps({**report.to_dict(), "evidence": written and str(written)}))
+    else:
+        _show(report, written)
+    raise typer.Exit(1 if failed else 0)
+
+
+def _with_progress(backend: str, quick: bool) -> "Report":
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from anymla.verification import run
+
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None)
+
+        def told(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+
+        return run.verify(backend, quick=quick, progress=told)
+
+
+def _show(report: "Report", written: Path | None) -> None:
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    console, facts = terminal(), report.to_dict()
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("operation", "cases", "failed", "worst share of the budget"):
+        table.add_column(heading, justify="left" if heading == "operation" else "right")
+    for op, worst in report.worst.items():
+        of_op = [outcome for outcome in report.outcomes if outcome.op == op]
+        failed = sum(not outcome.judgement.passed for outcome in of_op)
+        mark = f"[red]{failed}[/]" if failed else "0"
+        table.add_row(op.replace("_", " "), f"{len(of_op)}", mark, f"{worst.judgement.share:.2f}")
+    console.print(f"[bold]{report.backend}[/] on {report.machine.arch} ({report.machine.device_name})")
+    console.print(table)
+    console.print(f"faults caught: {facts['faults_caught']} of {facts['faults_total']}")
+    for outcome in report.failures:
+        console.print(
+            f"[red]failed[/] {escape(outcome.name)}: {escape('; '.join(outcome.judgement.reasons))}"
+        )
+    good = "[red]not right[/]" if report.failures else "[green]right[/]"
+    console.print(f"{report.backend} is {good}: {facts['cases']} cases in {facts['seconds']} s")
+    if written:
+        console.print(f"recorded in {written}")

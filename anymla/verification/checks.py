@@ -1,0 +1,191 @@
+"""Checks: a case run through the public functions, its result judged, the memory around it looked after."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anymla import api, plans, reference, select
+from anymla.contract import AttentionOutput, Batch
+from anymla.errors import NoBackend
+from anymla.hardware.probe import Machine
+from anymla.problem import Feature, Problem
+from anymla.verification import eager
+from anymla.verification.batches import moved, num_sequences, take
+from anymla.verification.cases import Case
+from anymla.verification.inputs import Inputs
+from anymla.verification.judge import Judgement, judge, judge_topk, judge_written, together, wrong
+
+
+def check_case(case: Case, backend: str, machine: Machine, device: torch.device) -> Judgement:
+    """Verify one case; a crash is a finding like a wrong number."""
+    check = {"refusal": _refusal, "right": _right, "batch": _batch, "alone": _alone}[case.check]
+    try:
+        return check(case, backend, machine, device)
+    except Exception as error:  # what a kernel raises is not ours to foresee
+        return wrong(f"{type(error).__name__}: {error}")
+
+
+def run_call(call: Inputs, backend: str, *, return_lse: bool = True, views: bool = False) -> Any:
+    """Make a call through `api`, into outputs full of NaN.
+
+    Args:
+        call: On the device of the backend.
+        backend: A name in BACKENDS.
+        return_lse: Whether to ask for the lse.
+        views: Give outputs that are views into wider ones.
+
+    Returns:
+        AttentionOutput, ids, or None for a write.
+    """
+    options = dict(call.options)
+    if call.op == "write_cache":
+        return api.write_cache(*call.tensors, backend=backend)
+    like = call.tensors[0]
+    out = _outputs(call.shape, torch.int32 if call.op == "index_topk" else like.dtype, like.device, views)
+    if call.op == "index_topk":
+        return api.index_topk(*call.tensors, **options, out=out, backend=backend)
+    if call.op == "prefill":
+        options["kv_cache"] = options.pop("cache", None)
+    lse = _outputs(call.shape[:2], torch.float32, like.device, views) if return_lse else None
+    run = getattr(api, call.op)
+    options |= {"return_lse": return_lse, "out": out, "lse": lse, "backend": backend}
+    got: AttentionOutput = run(*call.tensors, **options)
+    return got
+
+
+def run_planned(call: Inputs, problem: Problem, backend: str) -> AttentionOutput:
+    """Make a batch-invariant attention call through a plan."""
+    options, device = call.options, call.tensors[0].device
+    facts: dict[str, Any] = {
+        "num_heads": problem.num_heads,
+        "kv_lora_rank": problem.kv_lora_rank,
+        "qk_rope_head_dim": problem.qk_rope_head_dim,
+        "q_dtype": call.tensors[0].dtype,
+        "kv_format": problem.kv_format,
+        "sinks": options["sinks"] is not None,
+        "return_lse": True,
+        "batch_invariant": True,
+        "backend": backend,
+    }
+    step: dict[str, Any] = {"sm_scale": options["sm_scale"], "sinks": options["sinks"], "return_lse": True}
+    if call.op == "sparse_decode":
+        sparse = plans.plan_sparse_decode(
+            call.num_rows, topk=problem.topk, block_size=problem.block_size, device=device, **facts
+        )
+        return sparse.run(*call.tensors, indices=options["indices"], counts=options["counts"], **step)
+    cached = call.op == "decode" or "cache" in options
+    batch = Batch.of(
+        seq_lens=options["seq_lens"] if cached else options["qo_indptr"].diff(),
+        block_table=options.get("block_table"),
+        qo_indptr=options["qo_indptr"],
+        block_size=problem.block_size,
+        causal=options["causal"],
+        num_tokens=call.num_rows,
+        new_tokens_are_cached=call.op == "decode",
+        check=True,
+    )
+    if call.op == "decode":
+        return plans.plan_decode(batch, **facts).run(*call.tensors, **step)
+    facts |= {"qk_nope_head_dim": problem.qk_nope_head_dim, "v_head_dim": problem.v_head_dim}
+    plan = plans.plan_prefill(batch, **facts)
+    return plan.run(*call.tensors, kv_cache=options.get("cache"), **step)
+
+
+def right_answer(call: Inputs) -> tuple[AttentionOutput, tuple[AttentionOutput, ...]]:
+    """The reference and the eager runs of an attention call."""
+    exact = getattr(reference, call.op)(*call.tensors, **call.options)
+    return exact, getattr(eager, call.op)(*call.tensors, **call.options)
+
+
+def judge_ids(call: Inputs, ids: Tensor) -> Judgement:
+    """Judge what an indexer chose for a call."""
+    seen = {name: value for name, value in call.options.items() if name != "topk"}
+    return judge_topk(
+        ids,
+        reference.index_topk(*call.tensors, **call.options),
+        reference.index_logits(*call.tensors, **seen),
+        eager.index_logits(*call.tensors, **seen),
+    )
+
+
+def _right(case: Case, backend: str, machine: Machine, device: torch.device) -> Judgement:
+    call = case.inputs()
+    here = moved(call, device)
+    cache = here.cache if call.op != "prefill" or "cache" in here.options else None
+    before = torch.zeros(0) if cache is None else _memory(cache.data).clone()
+    if call.op == "write_cache":
+        return _written(call, here, before, backend)
+    return_lse = Feature.LSE in case.problem.features
+    got = run_call(here, backend, return_lse=return_lse, views=case.views)
+    found = judge_ids(call, got) if call.op == "index_topk" else judge(got, *_flat(right_answer(call)))
+    if cache is not None and not torch.equal(_memory(cache.data), before):
+        return together(found, wrong("the cache was written to"))
+    return found
+
+
+def _written(call: Inputs, here: Inputs, before: Tensor, backend: str) -> Judgement:
+    """Judge a cache write: the rows written, and all memory around them."""
+    kv_c, k_pe, cache, slots = here.tensors
+    kept = slots >= 0
+    old = cache.gather(slots[kept]).clone()
+    run_call(here, backend)
+    expected = reference.write_cache(*call.tensors)[kept.cpu()]
+    given = torch.cat((kv_c, k_pe), -1)[kept]
+    found = judge_written(cache.read(slots[kept], dtype=torch.float64), expected, given)
+    cache.scatter(old, slots[kept])
+    if not torch.equal(_memory(cache.data), before):
+        return together(found, wrong("memory of other slots was written to"))
+    return found
+
+
+def _refusal(case: Case, backend: str, machine: Machine, device: torch.device) -> Judgement:
+    try:
+        select.choose(case.problem, machine, backend)
+    except NoBackend as refusal:
+        reasons = str(refusal)
+        named = case.fact == "row" or case.fact in reasons
+        return Judgement(0.0, reasons) if named else wrong(f"refusal got {reasons!r}; needs {case.fact}")
+    return wrong(f"problem got accepted; needs a refusal: no row of {backend} offers it")
+
+
+def _batch(case: Case, backend: str, machine: Machine, device: torch.device) -> Judgement:
+    call = case.inputs()
+    order = list(range(num_sequences(call)))
+    call, _ = take(call, [*order[1::2], *order[::2]])
+    got = run_call(moved(call, device), backend, return_lse=Feature.LSE in case.problem.features)
+    return judge_ids(call, got) if call.op == "index_topk" else judge(got, *_flat(right_answer(call)))
+
+
+def _alone(case: Case, backend: str, machine: Machine, device: torch.device) -> Judgement:
+    call = moved(case.inputs(), device)
+    whole = run_planned(call, case.problem, backend)
+    order = list(range(num_sequences(call)))
+    for sequences in ([*order[1::2], *order[::2]], *([s] for s in order)):
+        part, rows = take(call, sequences)
+        got = run_planned(part, case.problem, backend)
+        for name, one, other in zip(("out", "lse"), got, whole, strict=True):
+            assert one is not None and other is not None
+            if not torch.equal(_bits(one), _bits(other[rows])):
+                return wrong(f"{name} of sequences {sequences} differs in bits from that in the whole batch")
+    return Judgement(0.0, "every bit")
+
+
+def _flat(answer: tuple[AttentionOutput, tuple[AttentionOutput, ...]]) -> tuple[AttentionOutput, ...]:
+    return (answer[0], *answer[1])
+
+
+def _outputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, views: bool) -> Tensor:
+    """Memory full of NaN, or of -7."""
+    fill = torch.nan if dtype.is_floating_point else -7
+    wide = torch.full((*shape[:-1], shape[-1] + (3 if views else 0)), fill, dtype=dtype, device=device)
+    return wide[..., : shape[-1]]
+
+
+def _memory(t: Tensor) -> Tensor:
+    """All bytes that a tensor's memory has."""
+    return torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
+
+
+def _bits(t: Tensor) -> Tensor:
+    return t.contiguous().view(torch.int32 if t.dtype == torch.float32 else torch.int16)
