@@ -190,7 +190,7 @@ def compared(loaded: "Loaded", prompt: "Tensor", run: Run, stock: Run, kv_format
     else:
         words = f"token {steps} is not that of stock transformers; up to there logits differ by {shown}"
     words += "" if share is None else f", {share:.2g} of the budget against fp64"
-    words += "" if exact else f"; a {kv_format} cache rounds, one of the model's own dtype does not"
+    words += "" if exact else f"; a cache in {kv_format} rounds, one in the model's dtype does not"
     return Check(passed, match, error, share, words)
 
 
