@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from anymla.backends.cpu_mla.decode import clear_rows
-from anymla.backends.cpu_mla.softmax import FEW, RunningSums, Softmax, columns
+from anymla.backends.cpu_mla.softmax import FEW, RunningSums, Softmax, columns, not_few
 from anymla.backends.cpu_mla.tiles import TILE, KeyTiles
 from anymla.contract import Batch, PrefillArgs
 from anymla.hardware.probe import Machine
@@ -66,12 +66,12 @@ class HeadRows:
 
     def expand(self, tile: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [n, P + R] and values [n, V] of one head from a tile [n, L + R]."""
-        count, latent = tile.shape[0], tile[:, : self._latent]
-        keys, values = self._keys[:count], self._values[:count]
-        keys[:, self._nope :].copy_(tile[:, self._latent :])
+        count, latent = tile.shape[0], not_few(tile)[:, : self._latent]
+        keys, values = self._keys[: latent.shape[0]], self._values[: latent.shape[0]]
         torch.mm(latent, _as_fp32(w_uk, self._w_uk).t(), out=keys[:, : self._nope])
         torch.mm(latent, _as_fp32(w_uv, self._w_uv), out=values)
-        return keys, values
+        keys[:count, self._nope :].copy_(tile[:, self._latent :])
+        return keys[:count], values[:count]
 
 
 @dataclass

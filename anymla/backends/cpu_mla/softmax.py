@@ -21,6 +21,11 @@ def columns(rows: int) -> int:
     return rows if rows == 1 else max(rows, FEW)
 
 
+def not_few(tile: Tensor) -> Tensor:
+    """The first rows of a tile of scratch; if they are few, with what lies behind them."""
+    return tile.as_strided((max(tile.shape[0], FEW), tile.shape[1]), tile.stride())
+
+
 @dataclass(frozen=True)
 class RunningSums:
     """What some rows have seen so far.
@@ -61,13 +66,10 @@ class Softmax:
         self._is_hidden = torch.empty(tile * max_tokens, dtype=torch.bool)
 
     def scores(self, keys: Tensor, q_by_row: Tensor) -> Tensor:
-        """Keys [n, D] times queries [D, columns]: [n, columns], overwritten by the next call.
-
-        The keys are the first rows of a tile of scratch; if they are few, what lies behind is scored too.
-        """
-        count, rows = max(keys.shape[0], FEW), q_by_row.shape[1]
-        tile = keys.as_strided((count, keys.shape[1]), keys.stride())
-        return torch.mm(tile, q_by_row, out=self._scores[: count * rows].view(count, rows))[: keys.shape[0]]
+        """Keys [n, D], the first of a tile, times queries [D, columns]: [n, columns], until the next call."""
+        tile, rows = not_few(keys), q_by_row.shape[1]
+        scores = self._scores[: tile.shape[0] * rows].view(-1, rows)
+        return torch.mm(tile, q_by_row, out=scores)[: keys.shape[0]]
 
     def add(self, sums: RunningSums, scores: Tensor, values: Tensor) -> None:
         """Take in scores [n, rows], which are overwritten, of values [n, width]; every row sees every key."""
