@@ -106,12 +106,11 @@ def generate(
     needs = f"pip install 'anymla[{'transformers' if model else 'demo'}]'"
     reasons.need(find_spec("transformers") is not None, "packages", "no transformers", needs)
     reasons.raise_if_any()
-    name = preset or str(model)
-    console = _terminal(in_json)
-    with (
-        _quiet(),
-        console.status(f"loading {name}" + (", about half a minute" if preset == "smollm2" else "")),
-    ):
+    from rich.markup import escape
+
+    name, console = preset or str(model), _terminal(in_json)
+    patience = ", about half a minute" if preset == "smollm2" else ""
+    with _quiet(), console.status(f"loading {escape(name)}{patience}"):
         began = time.perf_counter()
         from anymla.integrations import model_folder, presets
         from anymla.integrations.transformers import attach
@@ -120,7 +119,7 @@ def generate(
         inputs = _encoded(loaded, prompt, max_new_tokens)
         handle = attach(loaded.model, kv_format=kv_format, backend=backend)
         load_seconds = time.perf_counter() - began
-    console.print(f"[dim]{name}: {loaded.source}, loaded in {load_seconds:.1f} s[/]\n")
+    console.print(f"[dim]{escape(name)}: {loaded.source}, loaded in {load_seconds:.1f} s[/]\n")
 
     def shown(text: str) -> None:
         console.print(_harmless(text), end="", markup=False, soft_wrap=True)

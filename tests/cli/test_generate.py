@@ -124,6 +124,12 @@ class TestRight:
         assert found["check"]["passed"] and found["model"] == str(saved)
         assert found["tokens"] == report("--preset", PRESET, "--max-new-tokens", 12)["tokens"]
 
+    def test_a_folder_name_is_shown_as_it_is(self, saved: Path, tmp_path: Path) -> None:
+        odd = tmp_path / "[bold]model[red]"
+        odd.symlink_to(saved)
+        shown = anymla("--model", odd, "--prompt", "x", "--max-new-tokens", 1)
+        assert "[bold]model[red]: safetensors" in shown.replace("\n", "")
+
     def test_a_seed_repeats_its_samples(self) -> None:
         options = ("--preset", PRESET, "--max-new-tokens", 12, "--temperature", 1.5)
         first, again = (report(*options, "--seed", 3, "--check") for _ in range(2))
