@@ -4,8 +4,8 @@ Every operation takes a sequence at a time and its keys a tile at a time, in mem
 row comes out bitwise the same alone and in a batch, and no temporary grows with queries × keys.
 """
 
-from anymla.backends.cpu_mla.decode import decode, plan_decode, update_decode
-from anymla.backends.cpu_mla.prefill import plan_prefill, prefill
+from anymla.backends.cpu_mla.dense import decode, plan_decode, update_decode
+from anymla.backends.cpu_mla.expanded import plan_prefill, prefill
 from anymla.backends.cpu_mla.sparse import plan_sparse_decode, sparse_decode
 from anymla.backends.cpu_mla.topk import index_topk, plan_index_topk
 from anymla.contract import WriteArgs

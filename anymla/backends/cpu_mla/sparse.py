@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anymla.backends.cpu_mla.decode import RowBlock
+from anymla.backends.cpu_mla.dense import RowBlock
 from anymla.backends.cpu_mla.tiles import TILE, KeyTiles
 from anymla.contract import SparseArgs
 from anymla.hardware.probe import Machine

@@ -53,15 +53,10 @@ class KeyTiles:
 
     def load_slots(self, cache: KVCache, slots: Tensor) -> Tensor:
         """The tokens in these slots [n] int64, as fp32 [n, L + R]."""
-        storage, size, count = cache.storage, cache.block_size, slots.shape[0]
-        raw = self._raw[:count]
-        page, token, _ = storage.stride()
-        if page == size * token and not cache.format.block_flat:
-            rows = storage.as_strided((cache.num_blocks * size, storage.shape[2]), (token, 1))
-            torch.index_select(rows, 0, slots, out=raw)
-        else:
-            pages = torch.div(slots, size, rounding_mode="floor", out=self._block[:count])
-            cache.gather_into(pages, torch.remainder(slots, size, out=self._token[:count]), raw)
+        count = slots.shape[0]
+        pages = torch.div(slots, cache.block_size, rounding_mode="floor", out=self._block[:count])
+        position = torch.remainder(slots, cache.block_size, out=self._token[:count])
+        cache.gather_into(pages, position, self._raw[:count])
         return self._values(cache, count)
 
     def load_new(self, kv_c: Tensor, k_pe: Tensor) -> Tensor:

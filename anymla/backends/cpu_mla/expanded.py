@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anymla.backends.cpu_mla.decode import clear_rows
+from anymla.backends.cpu_mla.dense import clear_rows
 from anymla.backends.cpu_mla.softmax import FEW, RunningSums, Softmax, columns, not_few
 from anymla.backends.cpu_mla.tiles import TILE, KeyTiles
 from anymla.contract import Batch, PrefillArgs
