@@ -16,6 +16,8 @@ class Launch:
         num_warps: Warps of a program.
         num_stages: Blocks of keys in flight, the one in use included.
         programs_a_unit: Programs that share a compute unit or multiprocessor.
+        chunk: Columns of the latent that are one operand of a product.
+        swap: Whether products are transposed, for matrix instructions that want more rows than the tile has.
     """
 
     block_m: int
@@ -23,6 +25,8 @@ class Launch:
     num_warps: int
     num_stages: int
     programs_a_unit: int = 1
+    chunk: int = 128
+    swap: bool = False
 
 
 LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
@@ -31,9 +35,9 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
         Launch(block_m=16, block_n=16, num_warps=4, num_stages=1),
     ),
     ("attend", "sm90"): (
-        Launch(block_m=16, block_n=64, num_warps=4, num_stages=2),
+        Launch(block_m=16, block_n=64, num_warps=4, num_stages=3),
         Launch(block_m=32, block_n=64, num_warps=4, num_stages=2),
-        Launch(block_m=64, block_n=64, num_warps=8, num_stages=2),
+        Launch(block_m=64, block_n=64, num_warps=8, num_stages=2, chunk=256),
     ),
 }
 """Rows of one kernel in ascending block_m; a later row of the same block_m is for shapes that the first does not fit."""

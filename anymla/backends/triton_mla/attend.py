@@ -9,11 +9,9 @@ A batch-invariant line has PIECES items a tile instead, of PIECE_BLOCKS blocks e
 import triton
 import triton.language as tl
 
-from anymla.backends.triton_mla.keys import load_keys
+from anymla.backends.triton_mla.keys import load_latent, load_rope
 
 LN_2 = tl.constexpr(0.6931471805599453)
-TAIL_N = tl.constexpr(16)
-"""Keys of a block that some row of the tile does not see, or that a sequence ends in."""
 
 
 @triton.jit
@@ -58,8 +56,9 @@ def attend_kernel(
     stride_lh,
     L: tl.constexpr,
     R: tl.constexpr,
-    L_POW2: tl.constexpr,
-    R_POW2: tl.constexpr,
+    L_PADDED: tl.constexpr,
+    R_PADDED: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -73,6 +72,7 @@ def attend_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    SWAP: tl.constexpr,
 ):
     """One stretch of the line a program; the grid is the number of stretches."""
     program = tl.program_id(0)
@@ -82,12 +82,9 @@ def attend_kernel(
     end = tl.load(stretches + 3 * program + 5)
     key_scale = tl.load(k_scale) if HAS_SCALE else 1.0
     score_scale = sm_scale_log2e * key_scale
-    dtype: tl.constexpr = ql_nope.dtype.element_ty
 
-    cols_l = tl.arange(0, L_POW2)
-    cols_r = tl.arange(0, R_POW2)
-    in_l = cols_l < L
-    in_r = cols_r < R
+    WIDTH: tl.constexpr = L_PADDED // CHUNKS
+    cols = tl.arange(0, WIDTH)
     offs_n = tl.arange(0, BLOCK_N)
 
     for item in range(first_item, end_item):
@@ -122,30 +119,24 @@ def attend_kernel(
             if CAUSAL and not SPARSE:
                 visible = tl.maximum(seq_len - q_len + 1 + tokens, 0)
                 last_token = tl.minimum((first_row + BLOCK_M - 1) // num_heads, q_len - 1)
-                seen_by_all = tl.maximum(seq_len - q_len + 1 + first_row // num_heads, 0)
                 seen_by_any = tl.maximum(seq_len - q_len + 1 + last_token, 0)
             else:
                 visible = tl.full((BLOCK_M,), 0, tl.int32) + seq_len
-                seen_by_all = seq_len
                 seen_by_any = seq_len
             row_tokens = (q_start + tokens).to(tl.int64)
             q_rows = ql_nope + row_tokens * stride_qt + heads * stride_qh
-            q_l = tl.load(
-                q_rows[:, None] + cols_l[None, :] * stride_qd, mask=live[:, None] & in_l[None, :], other=0.0
-            )
+            q_l = ()
+            acc = ()
+            for chunk in tl.static_range(CHUNKS):
+                q_l = q_l + (_load_rows(q_rows, live, chunk * WIDTH + cols, stride_qd, L),)
+                acc = acc + (tl.zeros((WIDTH, BLOCK_M) if SWAP else (BLOCK_M, WIDTH), tl.float32),)
             if R > 0:
                 p_rows = q_pe + row_tokens * stride_pt + heads * stride_ph
-                q_r = tl.load(
-                    p_rows[:, None] + cols_r[None, :] * stride_pd,
-                    mask=live[:, None] & in_r[None, :],
-                    other=0.0,
-                )
+                q_r = _load_rows(p_rows, live, tl.arange(0, R_PADDED), stride_pd, R)
             else:
-                q_r = q_l
-
+                q_r = q_l[0]
             top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             total = tl.zeros((BLOCK_M,), tl.float32)
-            acc = tl.zeros((BLOCK_M, L_POW2), tl.float32)
 
             start_key = lo * BLOCK_N
             end_key = tl.minimum(hi * BLOCK_N, seen_by_any)
@@ -153,82 +144,73 @@ def attend_kernel(
                 slots_row = indices + seq.to(tl.int64) * stride_indices
                 for key in range(start_key, end_key, BLOCK_N):
                     keys = key + offs_n
-                    within = keys < end_key
-                    slots = tl.load(slots_row + keys * stride_indices_col, mask=within, other=-1)
+                    slots = tl.load(slots_row + keys * stride_indices_col, mask=keys < end_key, other=-1)
                     valid = slots >= 0
                     slots = tl.where(valid, slots, 0)
-                    offsets = (slots // BLOCK_SIZE).to(tl.int64) * stride_page + (
-                        slots % BLOCK_SIZE
-                    ) * stride_token
-                    k_l, k_r = load_keys(
-                        cache, 0, offsets, valid, dtype, L, R, L_POW2, R_POW2, FORMAT, True
-                    )
+                    offsets = (slots // BLOCK_SIZE).to(tl.int64) * stride_page
+                    offsets += (slots % BLOCK_SIZE) * stride_token
+                    seen = valid[:, None] if SWAP else valid[None, :]
                     top, total, acc = _absorb(
-                        q_l, q_r, k_l, k_r, valid[None, :], score_scale, top, total, acc, R, True
-                    )
+                        q_l, q_r, cache, offsets, valid, seen, score_scale, top, total, acc,
+                        L, R, L_PADDED, R_PADDED, CHUNKS, FORMAT, SWAP,
+                    )  # fmt: skip
             else:
                 table = block_table + seq.to(tl.int64) * stride_table
-                whole_end = tl.minimum(end_key, seen_by_all) // BLOCK_N * BLOCK_N
-                if BLOCK_SIZE % BLOCK_N == 0:
-                    # One page a block, its id read one block ahead.
-                    page = tl.load(
-                        table + (start_key // BLOCK_SIZE) * stride_table_col, mask=start_key < whole_end, other=0
-                    )
-                    for key in range(start_key, whole_end, BLOCK_N):
+                visible = tl.minimum(visible, end_key)
+                # The page of a block is read one block ahead.
+                page = tl.load(table + (start_key // BLOCK_SIZE) * stride_table_col, mask=start_key < end_key)
+                for key in range(start_key, end_key, BLOCK_N):
+                    keys = key + offs_n
+                    valid = keys < end_key
+                    if BLOCK_SIZE % BLOCK_N == 0:
                         after = key + BLOCK_N
                         next_page = tl.load(
-                            table + (after // BLOCK_SIZE) * stride_table_col, mask=after < whole_end, other=0
+                            table + (after // BLOCK_SIZE) * stride_table_col, mask=after < end_key
                         )
                         base = page.to(tl.int64) * stride_page + (key % BLOCK_SIZE) * stride_token
-                        k_l, k_r = load_keys(
-                            cache, base, offs_n * stride_token, offs_n >= 0, dtype, L, R, L_POW2, R_POW2, FORMAT, False
-                        )
-                        top, total, acc = _absorb(
-                            q_l, q_r, k_l, k_r, offs_n[None, :] >= 0, score_scale, top, total, acc, R, False
-                        )
+                        offsets = offs_n * stride_token
                         page = next_page
-                else:
-                    for key in range(start_key, whole_end, BLOCK_N):
-                        keys = key + offs_n
-                        pages = tl.load(table + (keys // BLOCK_SIZE) * stride_table_col)
+                    else:
+                        pages = tl.load(table + (keys // BLOCK_SIZE) * stride_table_col, mask=valid, other=0)
+                        base = 0
                         offsets = pages.to(tl.int64) * stride_page + (keys % BLOCK_SIZE) * stride_token
-                        k_l, k_r = load_keys(
-                            cache, 0, offsets, offs_n >= 0, dtype, L, R, L_POW2, R_POW2, FORMAT, False
-                        )
-                        top, total, acc = _absorb(
-                            q_l, q_r, k_l, k_r, offs_n[None, :] >= 0, score_scale, top, total, acc, R, False
-                        )
-                # Few keys at a time: masks and repairs of a whole block would spill.
-                for key in tl.range(tl.maximum(start_key, whole_end), end_key, TAIL_N, num_stages=1):
-                    keys = key + tl.arange(0, TAIL_N)
-                    valid = keys < end_key
-                    pages = tl.load(table + (keys // BLOCK_SIZE) * stride_table_col, mask=valid, other=0)
-                    offsets = pages.to(tl.int64) * stride_page + (keys % BLOCK_SIZE) * stride_token
-                    k_l, k_r = load_keys(cache, 0, offsets, valid, dtype, L, R, L_POW2, R_POW2, FORMAT, True)
-                    seen = keys[None, :] < tl.minimum(visible, end_key)[:, None]
+                    if SWAP:
+                        seen = keys[:, None] < visible[None, :]
+                    else:
+                        seen = keys[None, :] < visible[:, None]
                     top, total, acc = _absorb(
-                        q_l, q_r, k_l, k_r, seen, score_scale, top, total, acc, R, True
-                    )
+                        q_l, q_r, cache + base, offsets, valid, seen, score_scale, top, total, acc,
+                        L, R, L_PADDED, R_PADDED, CHUNKS, FORMAT, SWAP,
+                    )  # fmt: skip
 
             empty = total == 0.0
-            acc = acc * (key_scale / tl.where(empty, 1.0, total))[:, None]
-            acc = tl.where(empty[:, None], 0.0, acc)
             row_lse = tl.where(empty, float("-inf"), (top + tl.log2(total)) * LN_2)
+            share = tl.where(empty, 0.0, key_scale / tl.where(empty, 1.0, total))
             if whole:
                 if HAS_SINKS:
-                    acc = acc * sink_share(row_lse, tl.load(sinks + heads, mask=live, other=0.0))[:, None]
+                    share = share * sink_share(row_lse, tl.load(sinks + heads, mask=live, other=0.0))
                 o_rows = out + row_tokens * stride_ot + heads * stride_oh
-                tl.store(
-                    o_rows[:, None] + cols_l[None, :] * stride_od,
-                    acc.to(out.dtype.element_ty),
-                    mask=live[:, None] & in_l[None, :],
-                )
+                for chunk in tl.static_range(CHUNKS):
+                    o_cols = chunk * WIDTH + cols
+                    values = tl.trans(acc[chunk]) if SWAP else acc[chunk]
+                    values = tl.where(empty[:, None], 0.0, values * share[:, None])
+                    mask = live[:, None]
+                    if L < L_PADDED:
+                        mask = mask & (o_cols < L)[None, :]
+                    tl.store(
+                        o_rows[:, None] + o_cols[None, :] * stride_od, values.to(out.dtype.element_ty), mask=mask
+                    )
                 if HAS_LSE:
                     tl.store(lse + row_tokens * stride_lt + heads * stride_lh, row_lse, mask=live)
             else:
-                piece = slot.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-                tl.store(part_out + piece[:, None] * L_POW2 + cols_l[None, :], acc)
-                tl.store(part_lse + piece, row_lse)
+                places = tl.arange(0, BLOCK_M)
+                piece = slot.to(tl.int64) * BLOCK_M
+                for chunk in tl.static_range(CHUNKS):
+                    values = tl.trans(acc[chunk]) if SWAP else acc[chunk]
+                    values = tl.where(empty[:, None], 0.0, values * share[:, None])
+                    offsets = places[:, None] * L_PADDED + (chunk * WIDTH + cols)[None, :]
+                    tl.store(part_out + piece * L_PADDED + offsets, values)
+                tl.store(part_lse + piece + places, row_lse)
 
     if not SPARSE:
         # Rows that belong to no sequence.
@@ -236,8 +218,11 @@ def attend_kernel(
         for step in range(program, num_tokens - free, tl.num_programs(0)):
             row = (free + step).to(tl.int64)
             for head in range(num_heads):
-                nothing = tl.zeros((L_POW2,), out.dtype.element_ty)
-                tl.store(out + row * stride_ot + head * stride_oh + cols_l * stride_od, nothing, mask=in_l)
+                o_row = out + row * stride_ot + head * stride_oh
+                nothing = tl.zeros((WIDTH,), out.dtype.element_ty)
+                for chunk in tl.static_range(CHUNKS):
+                    o_cols = chunk * WIDTH + cols
+                    tl.store(o_row + o_cols * stride_od, nothing, mask=o_cols < L)
                 if HAS_LSE:
                     tl.store(lse + row * stride_lt + head * stride_lh, float("-inf"))
 
@@ -250,26 +235,60 @@ def sink_share(row_lse, sink):
 
 
 @triton.jit
-def _absorb(q_l, q_r, k_l, k_r, seen, score_scale, top, total, acc, R: tl.constexpr, MASKED: tl.constexpr):
-    """Take one block of keys into the running softmax."""
+def _load_rows(rows, live, cols, stride, WIDTH: tl.constexpr):
+    return tl.load(
+        rows[:, None] + cols[None, :] * stride, mask=live[:, None] & (cols < WIDTH)[None, :], other=0.0
+    )
+
+
+@triton.jit
+def _absorb(
+    q_l, q_r, cache, offsets, valid, seen, score_scale, top, total, acc,
+    L: tl.constexpr, R: tl.constexpr, L_PADDED: tl.constexpr, R_PADDED: tl.constexpr, CHUNKS: tl.constexpr,
+    FORMAT: tl.constexpr, SWAP: tl.constexpr,
+):  # fmt: skip
+    """Take one block of keys into the running softmax.
+
+    The latent goes in chunks, whose products do not wait for each other. With SWAP all products are transposed:
+    keys and columns stand where matrix instructions want many rows.
+    """
+    dtype: tl.constexpr = q_r.dtype
+    WIDTH: tl.constexpr = L_PADDED // CHUNKS
+    k_l = ()
+    for chunk in tl.static_range(CHUNKS):
+        k_l = k_l + (load_latent(cache, offsets, valid, dtype, chunk, WIDTH, L, L_PADDED, FORMAT),)
     if R > 0:
-        scores = tl.dot(q_r, tl.trans(k_r), input_precision="ieee")
-        scores = tl.dot(q_l, tl.trans(k_l), scores, input_precision="ieee")
+        k_r = load_rope(cache, offsets, valid, dtype, L, R, R_PADDED, FORMAT)
+        scores = _product(q_r, k_r, SWAP)
+        for chunk in tl.static_range(CHUNKS):
+            scores += _product(q_l[chunk], k_l[chunk], SWAP)
     else:
-        scores = tl.dot(q_l, tl.trans(k_l), input_precision="ieee")
-    scores = scores * score_scale
-    if MASKED:
-        # A weight of 0 times a value of NaN is NaN: rows that do not see a broken key must not get it.
-        fine = k_l == k_l
-        broken = tl.min(fine.to(tl.int32), 1) == 0
-        k_l = tl.where(fine, k_l, 0.0)
-        scores = tl.where(broken[None, :], float("nan"), scores)
-        scores = tl.where(seen, scores, float("-inf"))
-    new_top = tl.maximum(top, tl.max(scores, 1))
+        scores = _product(q_l[0], k_l[0], SWAP)
+        for chunk in tl.static_range(1, CHUNKS):
+            scores += _product(q_l[chunk], k_l[chunk], SWAP)
+    AXIS: tl.constexpr = 0 if SWAP else 1
+    scores = tl.where(seen, scores * score_scale, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, AXIS))
     # A row that has seen nothing yet would subtract -inf from -inf.
     floor = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(scores - floor[:, None])
+    weights = tl.exp2(scores - tl.expand_dims(floor, AXIS))
     decay = tl.exp2(top - floor)
-    total = total * decay + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(k_l.dtype), k_l, acc * decay[:, None], input_precision="ieee")
-    return new_top, total, acc
+    total = total * decay + tl.sum(weights, AXIS)
+    decay = tl.expand_dims(decay, AXIS)
+    weights = weights.to(dtype)
+    new_acc = ()
+    for chunk in tl.static_range(CHUNKS):
+        if SWAP:
+            part = tl.dot(tl.trans(k_l[chunk]), weights, acc[chunk] * decay, input_precision="ieee")
+        else:
+            part = tl.dot(weights, k_l[chunk], acc[chunk] * decay, input_precision="ieee")
+        new_acc = new_acc + (part,)
+    return new_top, total, new_acc
+
+
+@triton.jit
+def _product(q, k, SWAP: tl.constexpr):
+    if SWAP:
+        return tl.dot(k, tl.trans(q), input_precision="ieee")
+    else:
+        return tl.dot(q, tl.trans(k), input_precision="ieee")

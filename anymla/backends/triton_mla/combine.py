@@ -24,7 +24,7 @@ def combine_kernel(
     stride_lt,
     stride_lh,
     L: tl.constexpr,
-    L_POW2: tl.constexpr,
+    L_PADDED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -88,7 +88,7 @@ def combine_kernel(
                 part = tl.load(part_lse + slots * BLOCK_M + row, mask=piece < pieces, other=float("-inf"))
                 weights = tl.exp(part - floor)
                 values = tl.load(
-                    part_out + (slots * BLOCK_M + row)[:, None] * L_POW2 + cols[None, :],
+                    part_out + (slots * BLOCK_M + row)[:, None] * L_PADDED + cols[None, :],
                     mask=(piece < pieces)[:, None] & (cols < L)[None, :],
                     other=0.0,
                 )

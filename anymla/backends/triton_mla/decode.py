@@ -22,6 +22,8 @@ LEAST_BLOCKS = 4
 """A stretch is not cut shorter: the pieces would cost more than the keys."""
 INVARIANT_KEYS = 4096
 """Keys of one piece of a batch-invariant row."""
+TILE = 128
+"""Latent values that share a scale in a tiled row."""
 _CHUNK = 128
 
 
@@ -33,7 +35,7 @@ class State:
         launch: Tile sizes and warps.
         pieces: Items of a tile on the line, more than one where the split must depend on the row alone.
         line, stretches: See `schedule`.
-        part_out: [slots, block_m, L_POW2] fp32, pieces of rows.
+        part_out: [slots, block_m, L_PADDED] fp32, pieces of rows.
         part_lse: [slots, block_m] fp32, natural log.
     """
 
@@ -43,6 +45,7 @@ class State:
     num_seqs: int
     num_tokens: int
     tiles_a_seq: int
+    chunks: int
     pieces: int
     num_stretches: int
     causal: bool
@@ -93,8 +96,8 @@ def workspace_bytes(problem: Problem, machine: Machine, num_seqs: int, max_seq_l
     The pieces are at most two a stretch, whatever the batch: no product of batch and splits.
     """
     shape = _shape(problem, machine, num_seqs, max_seq_len)
-    rows = shape.slots * shape.launch.block_m
-    return 4 * (rows * (_pow2(problem.kv_lora_rank) + 1) + shape.num_items + 1 + 3 * (shape.num_stretches + 1))
+    rows, width = shape.slots * shape.launch.block_m, shape.width
+    return 4 * (rows * (width + 1) + shape.num_items + 1 + 3 * (shape.num_stretches + 1))
 
 
 @dataclass(frozen=True)
@@ -105,12 +108,17 @@ class _Shape:
     num_items: int
     num_stretches: int
     slots: int
+    chunk: int
+    width: int
 
 
 def _shape(problem: Problem, machine: Machine, num_seqs: int, max_seq_len: int) -> _Shape:
     rows = problem.num_heads * problem.q_len
     launch = _launch_for(problem, machine, problem.num_heads if _invariant(problem) else rows)
     tiles_a_seq = -(-rows // launch.block_m)
+    # A tiled row has one scale for each chunk, so its chunks are as wide as its tiles.
+    chunk = min(launch.chunk, TILE) if problem.kv_format.startswith("fp8_ds_mla") else launch.chunk
+    width = _padded(problem.kv_lora_rank, chunk)
     units = machine.multiprocessors or 1
     stretches = units * launch.programs_a_unit
     pieces = max(1, -(-max_seq_len // INVARIANT_KEYS)) if _invariant(problem) else 1
@@ -122,6 +130,8 @@ def _shape(problem: Problem, machine: Machine, num_seqs: int, max_seq_len: int) 
         items,
         num_stretches=stretches if pieces == 1 else max(stretches, 1),
         slots=2 * stretches if pieces == 1 else items,
+        chunk=min(chunk, width) if width % chunk == 0 else width,
+        width=width,
     )
 
 
@@ -142,7 +152,7 @@ def _launch_for(problem: Problem, machine: Machine, rows: int) -> Launch:
 
 def shared_bytes(launch: Launch, problem: Problem) -> int:
     """An upper estimate of the on-chip bytes of a program: queries, blocks of keys in flight, weights."""
-    width = _pow2(problem.kv_lora_rank) + (_pow2(problem.qk_rope_head_dim) if problem.qk_rope_head_dim else 0)
+    width = _padded(problem.kv_lora_rank, launch.chunk) + _padded(problem.qk_rope_head_dim)
     element = 4 if problem.q_dtype == "fp32" else 2
     queries = launch.block_m * width * element
     block = launch.block_n * width * element
@@ -153,7 +163,7 @@ def _plan(
     problem: Problem, machine: Machine, device: torch.device, num_seqs: int, num_tokens: int, max_seq_len: int
 ) -> State:
     shape = _shape(problem, machine, num_seqs, max_seq_len)
-    launch, width = shape.launch, _pow2(problem.kv_lora_rank)
+    launch, width = shape.launch, shape.width
 
     def new(*size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
@@ -165,6 +175,7 @@ def _plan(
         num_seqs=num_seqs,
         num_tokens=num_tokens,
         tiles_a_seq=shape.tiles_a_seq,
+        chunks=shape.width // shape.chunk,
         pieces=shape.pieces,
         num_stretches=shape.num_stretches,
         causal=True,
@@ -213,7 +224,7 @@ def _attend(
     table = None if batch is None else batch.block_table
     common = {
         "L": problem.kv_lora_rank,
-        "L_POW2": _pow2(problem.kv_lora_rank),
+        "L_PADDED": state.part_out.shape[-1],
         "BLOCK_M": launch.block_m,
         "TILES_A_SEQ": state.tiles_a_seq,
         "PIECES": state.pieces,
@@ -254,20 +265,22 @@ def _attend(
         *((0, 0) if indices is None else indices.stride()),
         *out_strides,
         R=problem.qk_rope_head_dim,
-        R_POW2=_pow2(max(problem.qk_rope_head_dim, 16)),
+        R_PADDED=_padded(problem.qk_rope_head_dim),
+        CHUNKS=state.chunks,
         BLOCK_N=launch.block_n,
         BLOCK_SIZE=problem.block_size,
         FORMAT=form,
         CAUSAL=state.causal,
         HAS_COUNTS=counts is not None,
         HAS_SCALE=args.cache.scale is not None,
+        SWAP=launch.swap,
         **common,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
     cuts = state.num_stretches - 1 if state.pieces == 1 else state.num_seqs * state.tiles_a_seq
     if cuts:
-        block_l = min(128, common["L_POW2"])
+        block_l = min(128, common["L_PADDED"])
         combine_kernel[(cuts * launch.block_m, triton.cdiv(problem.kv_lora_rank, block_l))](
             state.part_out,
             state.part_lse,
@@ -307,5 +320,8 @@ def _invariant(problem: Problem) -> bool:
     return Feature.BATCH_INVARIANT in problem.features
 
 
-def _pow2(width: int) -> int:
+def _padded(width: int, chunk: int = 0) -> int:
+    """The width that a kernel works in: whole chunks, or one power of two."""
+    if chunk and width % chunk == 0:
+        return width
     return max(16, triton.next_power_of_2(width))

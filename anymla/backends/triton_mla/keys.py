@@ -15,110 +15,74 @@ TILED_FNUZ = tl.constexpr(4)
 TILED_FN_BYTES = tl.constexpr(5)
 TILED_FNUZ_BYTES = tl.constexpr(6)
 
-TILE = tl.constexpr(128)
-"""Latent values that share a scale in a tiled row."""
+
+@triton.jit
+def load_latent(
+    cache,
+    offsets,
+    valid,
+    dtype: tl.constexpr,
+    CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    L: tl.constexpr,
+    L_PADDED: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    """Columns CHUNK * WIDTH on, WIDTH of them, of the tokens at `cache + offsets`: [N, WIDTH], no one scale applied.
+
+    Tokens that are not `valid` are not read and come back as zeros.
+    """
+    cols = CHUNK * WIDTH + tl.arange(0, WIDTH)
+    raw = _load(cache, offsets, cols, valid, L, L_PADDED)
+    if FORMAT < TILED_FN:
+        return _converted(raw, FORMAT).to(dtype)
+    else:
+        # One scale a chunk: a tile of the row is as wide as a chunk.
+        scales = (cache + L + 4 * CHUNK).to(tl.pointer_type(tl.float32)) + offsets // 4
+        scale = tl.load(scales, mask=valid, other=0.0)
+        if FORMAT == TILED_FN:
+            values = raw.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        elif FORMAT == TILED_FNUZ:
+            values = raw.to(tl.float8e4b8, bitcast=True).to(tl.float32)
+        elif FORMAT == TILED_FN_BYTES:
+            values = _converted(raw, FP8_FN_BYTES)
+        else:
+            values = _converted(raw, FP8_FNUZ_BYTES)
+        return (values * scale[:, None]).to(dtype)
 
 
 @triton.jit
-def load_keys(
+def load_rope(
     cache,
-    base,
     offsets,
     valid,
     dtype: tl.constexpr,
     L: tl.constexpr,
     R: tl.constexpr,
-    L_POW2: tl.constexpr,
-    R_POW2: tl.constexpr,
+    R_PADDED: tl.constexpr,
     FORMAT: tl.constexpr,
-    MASKED: tl.constexpr,
 ):
-    """Tokens at `base + offsets` elements: latent [N, L_POW2] and RoPE part [N, R_POW2], without any one scale.
-
-    Tokens that are not `valid` are not read and come back as zeros.
-    """
-    if FORMAT >= TILED_FN:
-        latent = _load_tiled(cache + base, offsets, valid, dtype, L, L_POW2, FORMAT, MASKED)
-        rope_start = L + 4 * (L // TILE)
-        rope = (cache + base + rope_start).to(tl.pointer_type(tl.bfloat16))
-        rope_offsets = offsets // 2
+    """The RoPE part of the same tokens: [N, R_PADDED]."""
+    cols = tl.arange(0, R_PADDED)
+    if FORMAT < TILED_FN:
+        return _converted(_load(cache + L, offsets, cols, valid, R, R_PADDED), FORMAT).to(dtype)
     else:
-        cols = tl.arange(0, L_POW2)
-        latent = _load_plain(cache + base, offsets, cols, valid, dtype, L, L_POW2, FORMAT, MASKED)
-        rope = cache + base + L
-        rope_offsets = offsets
-    if R == 0:
-        return latent, latent
-    else:
-        ROPE_FORMAT: tl.constexpr = PLAIN if FORMAT >= TILED_FN else FORMAT
-        cols_r = tl.arange(0, R_POW2)
-        return latent, _load_plain(rope, rope_offsets, cols_r, valid, dtype, R, R_POW2, ROPE_FORMAT, MASKED)
+        rope = (cache + L + 4 * (L // 128)).to(tl.pointer_type(tl.bfloat16))
+        return _load(rope, offsets // 2, cols, valid, R, R_PADDED).to(dtype)
 
 
 @triton.jit
-def _load_plain(
-    pointer,
-    offsets,
-    cols,
-    valid,
-    dtype: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_POW2: tl.constexpr,
-    FORMAT: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+def _load(pointer, offsets, cols, valid, WIDTH: tl.constexpr, WIDTH_POW2: tl.constexpr):
     places = pointer + (offsets[:, None] + cols[None, :])
-    if MASKED and WIDTH < WIDTH_POW2:
-        raw = tl.load(places, mask=valid[:, None] & (cols < WIDTH)[None, :], other=0)
-    elif MASKED:
-        raw = tl.load(places, mask=valid[:, None], other=0)
-    elif WIDTH < WIDTH_POW2:
-        raw = tl.load(places, mask=(cols < WIDTH)[None, :], other=0)
+    if WIDTH < WIDTH_POW2:
+        return tl.load(places, mask=valid[:, None] & (cols < WIDTH)[None, :], other=0)
     else:
-        raw = tl.load(places)
-    return _converted(raw, FORMAT).to(dtype)
-
-
-@triton.jit
-def _load_tiled(
-    pointer,
-    offsets,
-    valid,
-    dtype: tl.constexpr,
-    L: tl.constexpr,
-    L_POW2: tl.constexpr,
-    FORMAT: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    TILES: tl.constexpr = L_POW2 // TILE
-    tiles = tl.arange(0, TILES)
-    cols = tl.arange(0, TILE)
-    real = (tiles < L // TILE)[None, :]
-    places = pointer + (offsets[:, None, None] + tiles[None, :, None] * TILE + cols[None, None, :])
-    scales = (pointer + L).to(tl.pointer_type(tl.float32)) + (offsets // 4)[:, None] + tiles[None, :]
-    if MASKED:
-        real = real & valid[:, None]
-    if MASKED or L < L_POW2:
-        raw = tl.load(places, mask=real[:, :, None], other=0)
-        scale = tl.load(scales, mask=real, other=0.0)
-    else:
-        raw = tl.load(places)
-        scale = tl.load(scales)
-    if FORMAT == TILED_FN:
-        values = raw.to(tl.float8e4nv, bitcast=True).to(tl.float32)
-    elif FORMAT == TILED_FNUZ:
-        values = raw.to(tl.float8e4b8, bitcast=True).to(tl.float32)
-    elif FORMAT == TILED_FN_BYTES:
-        values = _converted(raw, FP8_FN_BYTES).to(tl.float32)
-    else:
-        values = _converted(raw, FP8_FNUZ_BYTES).to(tl.float32)
-    values = (values * scale[:, :, None]).to(dtype)
-    return tl.reshape(values, (values.shape[0], L_POW2))
+        return tl.load(places, mask=valid[:, None], other=0)
 
 
 @triton.jit
 def _converted(raw, FORMAT: tl.constexpr):
-    """e4m3 bytes as values; with sign and exponent in their fp16 places they are a power of two too small."""
+    """e4m3 bytes as fp32; with sign and exponent in their fp16 places they are a power of two too small."""
     if FORMAT == PLAIN:
         return raw
     else:
