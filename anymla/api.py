@@ -364,8 +364,8 @@ def index_topk(
         check: Read device tensors back to check their values; this syncs.
 
     Returns:
-        [T, K] int32 token ids within the sequence, the highest score first; of equal scores the earlier token,
-        NaN after everything else. -1 after the last visible key; a row that sees nothing is all -1.
+        [T, K] int32 token ids within the sequence, the highest score first; of equal scores the earlier
+        token, NaN after everything else. -1 after the last visible key; a row that sees nothing is all -1.
 
     Raises:
         InvalidInput: an argument contradicts another one.

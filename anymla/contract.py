@@ -468,7 +468,7 @@ def check_slots(reasons: Reasons, slot_mapping: Tensor, cache: KVCache, num_toke
     reasons.need(low >= -1, "slot_mapping", low, "-1 (skip) or a slot")
     reasons.need(high < slots, "slot_mapping", high, f"less than {slots}, the slots of the cache")
     written = slot_mapping[slot_mapping >= 0]
-    unique = int(written.unique().numel())
+    unique = torch.unique(written).numel()
     reasons.need(
         unique == written.numel(), "slot_mapping", f"{written.numel() - unique} slots twice", "each slot once"
     )

@@ -4,7 +4,7 @@ T query tokens, H heads, L = kv_lora_rank, R = qk_rope_head_dim, P = qk_nope_hea
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from types import ModuleType
@@ -263,8 +263,10 @@ def plan_decode(
         InvalidInput: an argument contradicts another one.
         NoBackend: nothing, or not the named backend, takes this step; the message gives every reason.
     """
+    machine = machine or machine_of(batch.seq_lens.device)
     facts = _facts(
-        "decode",
+        Reasons("plan_decode"),
+        machine,
         q_dtype,
         kv_format,
         num_heads=num_heads,
@@ -273,7 +275,8 @@ def plan_decode(
         block_size=batch.block_size,
     )
     wanted = features(batch, sinks=sinks, return_lse=return_lse, batch_invariant=batch_invariant)
-    return decode_plan(batch, replace(facts, q_len=batch.max_q_len, features=wanted), backend, machine)
+    problem = Problem(op="decode", q_len=batch.max_q_len, features=wanted, **facts)
+    return decode_plan(batch, problem, backend, machine)
 
 
 def plan_sparse_decode(
@@ -321,18 +324,19 @@ def plan_sparse_decode(
     reasons = Reasons("plan_sparse_decode")
     reasons.need(isinstance(topk, int) and topk >= 0, "topk", topk, "at least 0")
     reasons.need(isinstance(num_tokens, int) and num_tokens >= 0, "num_tokens", num_tokens, "at least 0")
+    machine = machine or machine_of(torch.device(device))
     facts = _facts(
-        "sparse_decode",
+        reasons,
+        machine,
         q_dtype,
         kv_format,
-        reasons,
         num_heads=num_heads,
         kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=qk_rope_head_dim,
         block_size=block_size,
     )
     wanted = features(None, sinks=sinks, return_lse=return_lse, batch_invariant=batch_invariant)
-    problem = replace(facts, topk=topk, features=wanted)
+    problem = Problem(op="sparse_decode", topk=topk, features=wanted, **facts)
     return sparse_plan(num_tokens, problem, torch.device(device), backend, machine)
 
 
@@ -376,8 +380,10 @@ def plan_prefill(
         InvalidInput: an argument contradicts another one.
         NoBackend: nothing, or not the named backend, takes this step; the message gives every reason.
     """
+    machine = machine or machine_of(batch.seq_lens.device)
     facts = _facts(
-        "prefill",
+        Reasons("plan_prefill"),
+        machine,
         q_dtype,
         canonical_name(str(q_dtype)) if kv_format is None else kv_format,
         num_heads=num_heads,
@@ -388,7 +394,8 @@ def plan_prefill(
         block_size=batch.block_size,
     )
     wanted = features(batch, sinks=sinks, return_lse=return_lse, batch_invariant=batch_invariant)
-    return prefill_plan(batch, replace(facts, q_len=batch.max_q_len, features=wanted), backend, machine)
+    problem = Problem(op="prefill", q_len=batch.max_q_len, features=wanted, **facts)
+    return prefill_plan(batch, problem, backend, machine)
 
 
 def decode_plan(
@@ -501,17 +508,16 @@ def opened(
 
 
 def _facts(
-    op: str, q_dtype: torch.dtype, kv_format: str, reasons: Reasons | None = None, **widths: int
-) -> Problem:
-    reasons = reasons or Reasons(f"plan_{op}")
+    reasons: Reasons, machine: Machine, q_dtype: torch.dtype, kv_format: str, **widths: int
+) -> dict[str, Any]:
     for name, value in widths.items():
         least = 0 if name in ("qk_rope_head_dim", "qk_nope_head_dim") else 1
         reasons.need(isinstance(value, int) and value >= least, name, value, f"at least {least}")
     reasons.need(q_dtype in contract.Q_DTYPES, "q_dtype", q_dtype, "float32, bfloat16 or float16")
-    known, name = kv.KV_FORMATS, canonical_name(kv_format)
-    reasons.need(name in known, "kv_format", repr(kv_format), f"one of {', '.join(known)}")
+    known, form = kv.KV_FORMATS, canonical_name(kv_format, machine.fp8_flavour)
+    reasons.need(form in known, "kv_format", repr(kv_format), f"one of {', '.join(known)}")
     reasons.raise_if_any()
-    return Problem(op=op, q_dtype=canonical_name(str(q_dtype)), kv_format=name, **widths)
+    return {"q_dtype": canonical_name(str(q_dtype)), "kv_format": form, **widths}
 
 
 def _planned(choice: select.Choice, planner: str, step: Batch | int) -> Any:

@@ -40,7 +40,7 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
         Launch(block_m=64, block_n=64, num_warps=8, num_stages=2, chunk=256),
     ),
 }
-"""Rows of one kernel in ascending block_m; a later row of the same block_m is for shapes that the first does not fit."""
+"""Rows of a kernel in ascending block_m; a second of one block_m is for shapes that do not fit the first."""
 
 
 def launch_rows(kernel: str, arch: str) -> tuple[Launch, ...]:

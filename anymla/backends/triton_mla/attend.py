@@ -1,9 +1,10 @@
 """The attention kernel: rows of one sequence in tiles, keys from pages or from indices, work cut evenly.
 
 A tile is up to BLOCK_M rows (query token, head) of one sequence, so a verify block reads the cache once.
-The key blocks of all tiles stand in one line, which is cut into one stretch a program (see `schedule`). A tile
-that one program covers alone is written out at once; the pieces of any other go to the workspace, for `combine`.
-A batch-invariant line has PIECES items a tile instead, of PIECE_BLOCKS blocks each, and is cut between items only.
+The key blocks of all tiles stand in one line, which is cut into one stretch a program (see `schedule`). A
+tile that one program covers alone is written out at once; the pieces of any other go to the workspace, for
+`combine`. A batch-invariant line has PIECES items a tile instead, of PIECE_BLOCKS blocks each, and is cut
+between items only.
 """
 
 import triton
@@ -174,10 +175,7 @@ def attend_kernel(
                         pages = tl.load(table + (keys // BLOCK_SIZE) * stride_table_col, mask=valid, other=0)
                         base = 0
                         offsets = pages.to(tl.int64) * stride_page + (keys % BLOCK_SIZE) * stride_token
-                    if SWAP:
-                        seen = keys[:, None] < visible[None, :]
-                    else:
-                        seen = keys[None, :] < visible[:, None]
+                    seen = keys[:, None] < visible[None, :] if SWAP else keys[None, :] < visible[:, None]
                     top, total, acc = _absorb(
                         q_l, q_r, cache + base, offsets, valid, seen, score_scale, top, total, acc,
                         L, R, L_PADDED, R_PADDED, CHUNKS, FORMAT, SWAP,
@@ -198,7 +196,9 @@ def attend_kernel(
                     if L < L_PADDED:
                         mask = mask & (o_cols < L)[None, :]
                     tl.store(
-                        o_rows[:, None] + o_cols[None, :] * stride_od, values.to(out.dtype.element_ty), mask=mask
+                        o_rows[:, None] + o_cols[None, :] * stride_od,
+                        values.to(out.dtype.element_ty),
+                        mask=mask,
                     )
                 if HAS_LSE:
                     tl.store(lse + row_tokens * stride_lt + heads * stride_lh, row_lse, mask=live)
@@ -249,8 +249,8 @@ def _absorb(
 ):  # fmt: skip
     """Take one block of keys into the running softmax.
 
-    The latent goes in chunks, whose products do not wait for each other. With SWAP all products are transposed:
-    keys and columns stand where matrix instructions want many rows.
+    The latent goes in chunks, whose products do not wait for each other. With SWAP all products are
+    transposed: keys and columns stand where matrix instructions want many rows.
     """
     dtype: tl.constexpr = q_r.dtype
     WIDTH: tl.constexpr = L_PADDED // CHUNKS

@@ -58,7 +58,8 @@ class State:
 
 def plan_decode(batch: Batch, problem: Problem, machine: Machine, knobs: Mapping[str, int]) -> State:
     """Plan a dense decode; lengths stay on the device."""
-    state = _plan(problem, machine, batch.seq_lens.device, batch.num_seqs, batch.num_tokens, batch.max_seq_len)
+    device = batch.seq_lens.device
+    state = _plan(problem, machine, device, batch.num_seqs, batch.num_tokens, batch.max_seq_len)
     state.causal = batch.causal
     update_decode(state, batch)
     return state
@@ -140,9 +141,7 @@ def _launch_for(problem: Problem, machine: Machine, rows: int) -> Launch:
     chip = ARCHES.get(machine.arch)
     room = chip.shared_bytes if chip is not None else 0
     fits = [
-        row
-        for row in launch_rows("attend", machine.arch)
-        if not room or shared_bytes(row, problem) <= room
+        row for row in launch_rows("attend", machine.arch) if not room or shared_bytes(row, problem) <= room
     ]
     assert fits, f"no launch row of attend fits {problem} on {machine.arch}"
     enough = [row.block_m for row in fits if row.block_m >= rows]
@@ -324,4 +323,4 @@ def _padded(width: int, chunk: int = 0) -> int:
     """The width that a kernel works in: whole chunks, or one power of two."""
     if chunk and width % chunk == 0:
         return width
-    return max(16, triton.next_power_of_2(width))
+    return max(16, 1 << (width - 1).bit_length())

@@ -28,7 +28,7 @@ def load_latent(
     L_PADDED: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """Columns CHUNK * WIDTH on, WIDTH of them, of the tokens at `cache + offsets`: [N, WIDTH], no one scale applied.
+    """WIDTH columns from CHUNK * WIDTH on of the tokens at `cache + offsets`: [N, WIDTH], unscaled.
 
     Tokens that are not `valid` are not read and come back as zeros.
     """

@@ -1,4 +1,4 @@
-"""The line of key blocks and its stretches, worked out on the device: no length is read back, nothing syncs."""
+"""The line of key blocks and its stretches, worked out on the device: no length is read back."""
 
 import triton
 import triton.language as tl
@@ -27,7 +27,7 @@ def schedule_kernel(
     CHUNK: tl.constexpr,
     STRETCHES_POW2: tl.constexpr,
 ):
-    """One program: `line` [num_items + 1] and `stretches` [num_stretches + 1, 3] (first item, end item, start)."""
+    """One program: `line` [num_items + 1], `stretches` [num_stretches + 1, 3]: first item, end item, start."""
     total = 0
     most = 0
     least = _NEVER
