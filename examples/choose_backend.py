@@ -14,4 +14,4 @@ problem = anymla.Problem(
     features=frozenset({anymla.Feature.LSE}),
 )
 for verdict in anymla.explain(problem, anymla.machine_named("gfx942")):
-    print(f"{verdict.backend}: {'accepted' if verdict.accepted else '; '.join(verdict.reasons)}")
+    print(verdict)

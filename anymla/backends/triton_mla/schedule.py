@@ -27,7 +27,7 @@ def schedule_kernel(
     CHUNK: tl.constexpr,
     STRETCHES_POW2: tl.constexpr,
 ):
-    """One program: `line` [num_items + 1], `stretches` [num_stretches + 1, 3]: first item, end item, start."""
+    """One program: `line` [num_items + 1], `stretches` [num_stretches + 1, 3]: first item, end, start."""
     total = 0
     most = 0
     least = _NEVER
