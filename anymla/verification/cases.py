@@ -234,7 +234,7 @@ def _drawn(row: Backend, op: str, count: int) -> Iterator[Case]:
         rank, rope = facts.pop("widths")
         nope, width_v = facts.pop("decompressed")
         while KV_FORMATS[facts["kv_format"]].refusal(rank, rope):
-            facts["kv_format"] = decks["kv_format"].deal()
+            rank, rope = decks["widths"].deal()
         if op == "prefill" and seed % 4 == 3:
             facts |= _without_cache(row, facts)
         facts |= {
@@ -301,19 +301,8 @@ def _lengths(rng: random.Random, problem: Problem) -> tuple[tuple[int, ...], tup
         # The reference decompresses every key for every row.
         width *= (problem.qk_nope_head_dim + problem.v_head_dim) // 4
     most = max(8, WORK // (problem.num_heads * width * (q_len + 3)))
-    edges = {
-        1,
-        page - 1,
-        page,
-        page + 1,
-        2 * page + 1,
-        3 * page,
-        17,
-        100,
-        1025,
-        max(q_len - 1, 1),
-        min(most, 300),
-    }
+    edges = {1, page - 1, page, page + 1, 2 * page + 1, 3 * page}
+    edges |= {q_len - 1, 17, 100, min(most, 300), 1025}
     long = sorted(edge for edge in edges if 0 < edge <= most)
     lens = [*rng.choices(long, k=2), long[-1 - rng.randrange(min(2, len(long)))], 0]
     rng.shuffle(lens)

@@ -117,8 +117,9 @@ def _right(case: Case, backend: str, machine: Machine, device: torch.device) -> 
     if call.op == "write_cache":
         return _written(call, here, before, backend)
     return_lse = Feature.LSE in case.problem.features
+    answer = None if call.op == "index_topk" else right_answer(call)
     got = run_call(here, backend, return_lse=return_lse, views=case.views)
-    found = judge_ids(call, got) if call.op == "index_topk" else judge(got, *_flat(right_answer(call)))
+    found = judge_ids(call, got) if answer is None else judge(got, answer[0], *answer[1])
     if cache is not None and not torch.equal(_memory(cache.data), before):
         return together(found, wrong("the cache was written to"))
     return found
@@ -154,7 +155,10 @@ def _batch(case: Case, backend: str, machine: Machine, device: torch.device) -> 
     order = list(range(num_sequences(call)))
     call, _ = take(call, [*order[1::2], *order[::2]])
     got = run_call(moved(call, device), backend, return_lse=Feature.LSE in case.problem.features)
-    return judge_ids(call, got) if call.op == "index_topk" else judge(got, *_flat(right_answer(call)))
+    if call.op == "index_topk":
+        return judge_ids(call, got)
+    exact, runs = right_answer(call)
+    return judge(got, exact, *runs)
 
 
 def _alone(case: Case, backend: str, machine: Machine, device: torch.device) -> Judgement:
@@ -169,10 +173,6 @@ def _alone(case: Case, backend: str, machine: Machine, device: torch.device) -> 
             if not torch.equal(_bits(one), _bits(other[rows])):
                 return wrong(f"{name} of sequences {sequences} differs in bits from that in the whole batch")
     return Judgement(0.0, "every bit")
-
-
-def _flat(answer: tuple[AttentionOutput, tuple[AttentionOutput, ...]]) -> tuple[AttentionOutput, ...]:
-    return (answer[0], *answer[1])
 
 
 def _outputs(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, views: bool) -> Tensor:

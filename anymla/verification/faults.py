@@ -428,9 +428,7 @@ def caught(fault: type[Kernel], lengths: Sequence[int] = LENGTHS) -> Judgement:
         miss.
     """
     shares = {length: trial(fault.inputs, length).judge(fault()).share for length in lengths}
-    missed = [
-        f"at {n} tokens it uses only {share:.3g} of the budget" for n, share in shares.items() if share <= 1
-    ]
+    missed = [f"uses {share:.3g} of the budget at {n} tokens" for n, share in shares.items() if share <= 1]
     least = min(shares.values())
     share = 1 / least if least else math.inf
     return Judgement(share, f"caught at {least:.3g} times the budget", tuple(missed))

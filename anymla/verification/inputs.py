@@ -267,7 +267,17 @@ def prefill_inputs(
         pages = lay_out(draw, contexts, block_size, views=views)
         keys = [_keys(draw, widths, direction, c, min(c, 1), c + 1) for c in contexts]
         options["cache"] = _filled(
-            draw, widths, direction, pages, keys, block_size, kv_format, q_dtype, poison, views, max(contexts)
+            draw,
+            widths,
+            direction,
+            pages,
+            keys,
+            block_size,
+            kv_format,
+            q_dtype,
+            poison,
+            views,
+            max(contexts, default=0),
         )
         options["block_table"] = pages.block_table
         options["seq_lens"] = torch.tensor(

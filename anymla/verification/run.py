@@ -110,13 +110,8 @@ def verify(
         NoBackend: the backend cannot run here; the message gives every reason.
     """
     began = time.monotonic()
-    rows = [row for row in BACKENDS if row.name == backend]
-    if not rows:
-        raise UnknownBackend(backend, dict.fromkeys(row.name for row in BACKENDS))
-    if device is None:
-        on_cpu = any(row.arch.accepts("cpu") for row in rows) or not torch.cuda.is_available()
-        device = "cpu" if on_cpu else "cuda"
-    machine = this_machine(device)
+    place = torch.device(device or device_of(backend))
+    machine = this_machine(place)
     found = cases(backend, machine, quick=quick)
     if not any(case.check == "right" for case in found):
         # Nothing is offered here, and choosing says why.
@@ -127,7 +122,7 @@ def verify(
     for case in found:
         if progress:
             progress(len(outcomes), total, case.id)
-        judgement = check_case(case, backend, machine, torch.device(device))
+        judgement = check_case(case, backend, machine, place)
         outcomes.append(Outcome(case.id, case.problem.op, judgement))
     tried: list[Outcome] = []
     for fault in faults.FAULTS:
@@ -137,6 +132,24 @@ def verify(
     if progress:
         progress(total, total, "")
     return Report(backend, machine, quick, tuple(outcomes), tuple(tried), time.monotonic() - began)
+
+
+def device_of(backend: str) -> str:
+    """Where a backend is verified: on the CPU if a row runs there, else on the first GPU.
+
+    Args:
+        backend: A name in BACKENDS.
+
+    Returns:
+        "cpu" or "cuda"; "cpu" also where there is no GPU, and there the backend refuses.
+
+    Raises:
+        UnknownBackend: no row has that name.
+    """
+    rows = [row for row in BACKENDS if row.name == backend]
+    if not rows:
+        raise UnknownBackend(backend, dict.fromkeys(row.name for row in BACKENDS))
+    return "cpu" if any(r.arch.accepts("cpu") for r in rows) or not torch.cuda.is_available() else "cuda"
 
 
 def record(report: Report, folder: Path) -> Path:
