@@ -18,7 +18,7 @@ sys.path.insert(0, str(ROOT))
 
 from anymla.backends import triton_mla  # noqa: E402
 from anymla.contract import Batch, DecodeArgs  # noqa: E402
-from anymla.hardware.launch import Launch  # noqa: E402
+from anymla.hardware.launch import Launch, launch_rows  # noqa: E402
 from anymla.hardware.probe import this_machine  # noqa: E402
 from anymla.kv_cache import KVCache  # noqa: E402
 from anymla.problem import Feature, Problem  # noqa: E402
@@ -57,7 +57,15 @@ def made(batch_size, heads, q_len, length, kv_format="bf16", page=64):
     return cache, table, lens, indptr, ql, q_pe
 
 
-def planned(inputs, heads, q_len, launch, features=frozenset({Feature.LSE})):
+class _NoKernel:
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: None
+
+
+combine_kernel = planner.combine_kernel
+
+
+def planned(inputs, heads, q_len, launch, combine=None, features=frozenset({Feature.LSE})):
     """A runnable step with one launch row, whatever the table says."""
     cache, table, lens, indptr, ql, q_pe = inputs
     batch = Batch.of(
@@ -72,6 +80,10 @@ def planned(inputs, heads, q_len, launch, features=frozenset({Feature.LSE})):
         "decode", "bf16", cache.format.name, heads, 512, 64, block_size=64, q_len=q_len, features=features
     )
     planner._launch_for = lambda *_: launch
+    planner.launch_rows = lambda kernel, arch: (
+        (Launch(*combine),) if combine and combine != "none" else launch_rows(kernel, arch)
+    )
+    planner.combine_kernel = _NoKernel() if combine == "none" else combine_kernel
     state = triton_mla.plan_decode(batch, problem, this_machine("cuda:0"), {})
     out = torch.full_like(ql, math.nan)
     lse = torch.full(ql.shape[:2], math.nan, device="cuda")
@@ -142,14 +154,16 @@ def main():
     arguments = parser.parse_args()
     variants = json.loads(arguments.variants)
     if arguments.warm:
-        case, launch = arguments.warm[0], Launch(*json.loads(arguments.warm[1]))
+        row = json.loads(arguments.warm[1])
+        row, *combine = row if isinstance(row[0], list) else (row,)
+        case, launch = arguments.warm[0], Launch(*row)
         batch_size, heads, q_len, length = CASES[case]
         inputs = made(2, heads, q_len, 512, arguments.kv_format)
-        run, _, _ = planned(inputs, heads, q_len, launch)
+        run, _, _ = planned(inputs, heads, q_len, launch, *combine)
         run()
         torch.cuda.synchronize()
         return
-    jobs = {(CASES[c][1:3], tuple(v)): (c, v) for c, rows in variants.items() for v in rows}
+    jobs = {(CASES[c][1:3], json.dumps(v)): (c, v) for c, rows in variants.items() for v in rows}
     started = [
         subprocess.Popen(
             [sys.executable, *sys.argv, "--warm", case, json.dumps(row)],
@@ -172,7 +186,8 @@ def main():
         floor = max(bytes_moved / copy, flops / product) * 1e6
         for row in rows:
             try:
-                run, out, lse = planned(inputs, heads, q_len, Launch(*row))
+                row, *combine = row if isinstance(row[0], list) else (row,)
+                run, out, lse = planned(inputs, heads, q_len, Launch(*row), *combine)
                 run()
                 torch.cuda.synchronize()
                 worst = checked(inputs, q_len, out, lse)
@@ -187,7 +202,7 @@ def main():
             }  # fmt: skip
             records.append(record)
             print(
-                f"{case} {row}: {microseconds:.1f} us, {record['share_of_floor']:.1%} of the floor, "
+                f"{case} {row} {combine}: {microseconds:.1f} us, {record['share_of_floor']:.1%} of the floor, "
                 f"{record['tflops']:.0f} TFLOP/s, {record['gbs']:.0f} GB/s, error {worst:.1e}",
                 flush=True,
             )

@@ -17,6 +17,7 @@ class Launch:
         num_stages: Blocks of keys in flight, the one in use included.
         programs_a_unit: Programs that share a compute unit or multiprocessor.
         chunk: Columns of the latent that are one operand of a product.
+        overlap: Whether the kernel may start while the one before it ends.
         swap: Whether products are transposed, for matrix instructions that want more rows than the tile has.
     """
 
@@ -26,6 +27,7 @@ class Launch:
     num_stages: int
     programs_a_unit: int = 1
     chunk: int = 128
+    overlap: bool = False
     swap: bool = False
 
 
@@ -39,6 +41,8 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
         Launch(block_m=32, block_n=64, num_warps=4, num_stages=2),
         Launch(block_m=64, block_n=64, num_warps=8, num_stages=2, chunk=256),
     ),
+    ("combine", "*"): (Launch(block_m=1, block_n=32, num_warps=4, num_stages=1),),
+    ("combine", "sm90"): (Launch(block_m=1, block_n=32, num_warps=4, num_stages=1, overlap=True),),
 }
 """Rows of a kernel in ascending block_m; a second of one block_m is for shapes that do not fit the first."""
 

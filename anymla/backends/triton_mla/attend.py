@@ -9,6 +9,7 @@ between items only.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from anymla.backends.triton_mla.keys import load_latent, load_rope
 
@@ -74,8 +75,11 @@ def attend_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
     SWAP: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One stretch of the line a program; the grid is the number of stretches."""
+    if OVERLAP:
+        gdc_launch_dependents()
     program = tl.program_id(0)
     first_item = tl.load(stretches + 3 * program)
     end_item = tl.load(stretches + 3 * program + 1)
@@ -89,12 +93,23 @@ def attend_kernel(
     offs_n = tl.arange(0, BLOCK_N)
 
     for item in range(first_item, end_item):
+        # All that depends on the item alone is asked for at once, before anything waits for it.
+        tile = item // PIECES
+        seq = tile // TILES_A_SEQ
+        first_row = (tile % TILES_A_SEQ) * BLOCK_M
         item_start = tl.load(line + item)
         item_end = tl.load(line + item + 1)
+        if SPARSE:
+            q_start = seq
+            q_len = 1
+            seq_len = tl.load(counts + seq) if HAS_COUNTS else num_keys
+        else:
+            q_start = tl.load(qo_indptr + seq)
+            q_len = tl.load(qo_indptr + seq + 1) - q_start
+            seq_len = tl.load(seq_lens + seq)
         lo = tl.maximum(start, item_start) - item_start
         hi = tl.minimum(end, item_end) - item_start
         if lo < hi:
-            tile = item // PIECES
             if PIECES == 1:
                 whole = (lo == 0) & (hi == item_end - item_start)
                 slot = 2 * program + (item != first_item).to(tl.int32)
@@ -103,16 +118,6 @@ def attend_kernel(
                 slot = item
                 lo += item % PIECES * PIECE_BLOCKS
                 hi += item % PIECES * PIECE_BLOCKS
-            seq = tile // TILES_A_SEQ
-            first_row = (tile % TILES_A_SEQ) * BLOCK_M
-            if SPARSE:
-                q_start = seq
-                q_len = 1
-                seq_len = tl.load(counts + seq) if HAS_COUNTS else num_keys
-            else:
-                q_start = tl.load(qo_indptr + seq)
-                q_len = tl.load(qo_indptr + seq + 1) - q_start
-                seq_len = tl.load(seq_lens + seq)
             rows = first_row + tl.arange(0, BLOCK_M)
             tokens = rows // num_heads
             heads = rows % num_heads

@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from anymla.backends.triton_mla.attend import sink_share
 
@@ -25,8 +26,8 @@ def combine_kernel(
     stride_lh,
     L: tl.constexpr,
     L_PADDED: tl.constexpr,
+    CHUNKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_L: tl.constexpr,
     BLOCK_P: tl.constexpr,
     TILES_A_SEQ: tl.constexpr,
     PIECES: tl.constexpr,
@@ -34,8 +35,9 @@ def combine_kernel(
     SPARSE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """Grid: a cut (or, batch-invariant, a tile) × a row of its tile × a stretch of BLOCK_L columns."""
+    """Grid: a cut (or, batch-invariant, a tile) × a row of its tile × a chunk of columns."""
     cut = tl.program_id(0) // BLOCK_M
     row = tl.program_id(0) % BLOCK_M
     if PIECES == 1:
@@ -71,7 +73,11 @@ def combine_kernel(
             q_start = tl.load(qo_indptr + seq)
             q_len = tl.load(qo_indptr + seq + 1) - q_start
         if token < q_len:
-            cols = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
+            if OVERLAP:
+                # Until here, nothing of the kernel before was needed; it may not have ended yet.
+                gdc_wait()
+            WIDTH: tl.constexpr = L_PADDED // CHUNKS
+            cols = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
             offs = tl.arange(0, BLOCK_P)
             top = float("-inf")
             for first_piece in range(0, pieces, BLOCK_P):
@@ -81,7 +87,7 @@ def combine_kernel(
                 top = tl.maximum(top, tl.max(part, 0))
             floor = tl.where(top == float("-inf"), 0.0, top)
             total = 0.0
-            acc = tl.zeros((BLOCK_L,), tl.float32)
+            acc = tl.zeros((WIDTH,), tl.float32)
             for first_piece in range(0, pieces, BLOCK_P):
                 piece = first_piece + offs
                 slots = tl.where(piece == 0, first_slot, slot + piece * slot_step).to(tl.int64)
@@ -89,7 +95,7 @@ def combine_kernel(
                 weights = tl.exp(part - floor)
                 values = tl.load(
                     part_out + (slots * BLOCK_M + row)[:, None] * L_PADDED + cols[None, :],
-                    mask=(piece < pieces)[:, None] & (cols < L)[None, :],
+                    mask=(piece < pieces)[:, None],
                     other=0.0,
                 )
                 total += tl.sum(weights, 0)

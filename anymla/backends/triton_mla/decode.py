@@ -217,13 +217,14 @@ def _attend(
     indices: Tensor | None,
     counts: Tensor | None,
 ) -> None:
-    problem, launch = state.problem, state.launch
+    problem, launch, joining = state.problem, state.launch, launch_rows("combine", state.arch)[0]
     sparse = indices is not None
     data, form = _elements(args, state.arch)
     table = None if batch is None else batch.block_table
     common = {
         "L": problem.kv_lora_rank,
         "L_PADDED": state.part_out.shape[-1],
+        "CHUNKS": state.chunks,
         "BLOCK_M": launch.block_m,
         "TILES_A_SEQ": state.tiles_a_seq,
         "PIECES": state.pieces,
@@ -231,6 +232,7 @@ def _attend(
         "SPARSE": sparse,
         "HAS_SINKS": args.sinks is not None,
         "HAS_LSE": args.lse is not None,
+        "OVERLAP": joining.overlap,
     }
     out_strides = (*args.out.stride(), *(args.lse.stride() if args.lse is not None else (0, 0)))
     indptr = None if batch is None else batch.qo_indptr
@@ -265,7 +267,6 @@ def _attend(
         *out_strides,
         R=problem.qk_rope_head_dim,
         R_PADDED=_padded(problem.qk_rope_head_dim),
-        CHUNKS=state.chunks,
         BLOCK_N=launch.block_n,
         BLOCK_SIZE=problem.block_size,
         FORMAT=form,
@@ -279,8 +280,7 @@ def _attend(
     )
     cuts = state.num_stretches - 1 if state.pieces == 1 else state.num_seqs * state.tiles_a_seq
     if cuts:
-        block_l = min(128, common["L_PADDED"])
-        combine_kernel[(cuts * launch.block_m, triton.cdiv(problem.kv_lora_rank, block_l))](
+        combine_kernel[(cuts * launch.block_m, state.chunks)](
             state.part_out,
             state.part_lse,
             state.line,
@@ -292,10 +292,10 @@ def _attend(
             state.num_stretches,
             problem.num_heads,
             *out_strides,
-            BLOCK_L=block_l,
-            BLOCK_P=32,
+            BLOCK_P=joining.block_n,
             **common,
-            num_warps=4,
+            num_warps=joining.num_warps,
+            **({"launch_pdl": True} if joining.overlap else {}),
         )
 
 
