@@ -17,9 +17,7 @@ from anymla.verification import checks, eager, run
 from anymla.verification.batches import num_sequences, take
 from anymla.verification.cases import AXES, cases, offered
 from anymla.verification.inputs import (
-    POISONS,
     SINKS,
-    Widths,
     decode_inputs,
     index_inputs,
     prefill_inputs,
@@ -27,7 +25,8 @@ from anymla.verification.inputs import (
     write_inputs,
 )
 from anymla.verification.judge import judge
-from anymla.verification.memory import ABSURD_PAGES
+from anymla.verification.memory import ABSURD_PAGES, POISONS
+from anymla.verification.needles import Widths
 
 NAMES = list(dict.fromkeys(row.name for row in BACKENDS))
 DEVICES = {name: torch.device(run.device_of(name)) for name in NAMES}

@@ -18,8 +18,9 @@ from anymla.kv_cache import KV_FORMATS
 from anymla.problem import Problem
 from anymla.verification import eager
 from anymla.verification.faults import Int32Offset, Kernel
-from anymla.verification.inputs import Inputs, Widths, decode_inputs, sparse_inputs
+from anymla.verification.inputs import Inputs, decode_inputs, sparse_inputs
 from anymla.verification.judge import judge
+from anymla.verification.needles import Widths
 
 WIDTHS = Widths(num_heads=16)
 

@@ -22,6 +22,11 @@ def num_sequences(call: Inputs) -> int:
     return len(_indptr(call)) - 1
 
 
+def spans(call: Inputs) -> list[range]:
+    """The rows of each sequence."""
+    return [range(first, last) for first, last in pairwise(_indptr(call))]
+
+
 def take(call: Inputs, sequences: Sequence[int]) -> tuple[Inputs, Tensor]:
     """A call of some of the sequences of another, over the same cache.
 
@@ -32,13 +37,13 @@ def take(call: Inputs, sequences: Sequence[int]) -> tuple[Inputs, Tensor]:
     Returns:
         The call, without query tokens that belong to no sequence, and for each of its rows the row of `call`.
     """
-    indptr, options = _indptr(call), dict(call.options)
-    spans = [range(indptr[s], indptr[s + 1]) for s in sequences]
-    rows = torch.tensor([row for span in spans for row in span], dtype=torch.int64)
+    options, every = dict(call.options), spans(call)
+    chosen_spans = [every[s] for s in sequences]
+    rows = torch.tensor([row for span in chosen_spans for row in span], dtype=torch.int64)
     chosen = torch.tensor(list(sequences), dtype=torch.int64)
     if options.get("qo_indptr") is not None:
-        lens = torch.tensor([0, *map(len, spans)], dtype=torch.int32)
-        options["qo_indptr"] = lens.cumsum(0, dtype=torch.int32)
+        lens = torch.tensor([0, *map(len, chosen_spans)], dtype=torch.int32)
+        options["qo_indptr"] = lens.cumsum(0, dtype=torch.int32).to(options["qo_indptr"].device)
     for name in ("block_table", "seq_lens", "indices", "counts"):
         if options.get(name) is not None:
             options[name] = options[name][chosen]
@@ -72,8 +77,3 @@ def _indptr(call: Inputs) -> list[int]:
     """Where each sequence's query tokens begin, and where the last ones end."""
     given = call.options.get("qo_indptr")
     return list(range(call.num_rows + 1)) if given is None else given.tolist()
-
-
-def spans(call: Inputs) -> list[range]:
-    """The rows of each sequence."""
-    return [range(first, last) for first, last in pairwise(_indptr(call))]

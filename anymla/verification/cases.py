@@ -19,16 +19,16 @@ from anymla.kv_cache import KV_FORMATS
 from anymla.models import MODELS
 from anymla.problem import DTYPE_NAMES, KV_FORMAT_NAMES, OPS, Feature, Problem
 from anymla.verification.inputs import (
-    POISONS,
     SINKS,
     Inputs,
-    Widths,
     decode_inputs,
     index_inputs,
     prefill_inputs,
     sparse_inputs,
     write_inputs,
 )
+from anymla.verification.memory import POISONS
+from anymla.verification.needles import Widths
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

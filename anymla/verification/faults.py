@@ -20,8 +20,9 @@ from anymla import reference
 from anymla.contract import AttentionOutput
 from anymla.kv_cache import KV_FORMATS, KVCache
 from anymla.verification import eager
-from anymla.verification.inputs import Inputs, Widths, decode_inputs, sparse_inputs
+from anymla.verification.inputs import Inputs, decode_inputs, sparse_inputs
 from anymla.verification.judge import Judgement, judge
+from anymla.verification.needles import Widths
 
 LENGTHS = (17, 128, 1024, 8192)
 """Cached tokens at which every fault must be caught."""

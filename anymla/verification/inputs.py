@@ -9,25 +9,20 @@ the sequence is.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from anymla.contract import AttentionOutput
-from anymla.kv_cache import KV_FORMATS, KVCache, calibrate_scale
+from anymla.kv_cache import KV_FORMATS, KVCache
 from anymla.verification import eager
-from anymla.verification.memory import Draw, Pages, lay_out, poisoned_cache
-
-POISONS = ("nan", "inf", "needle")
-"""What dead memory holds: NaN, infinities (NaN where a format has none), or finite keys of large weight."""
+from anymla.verification.memory import Draw, Memory
+from anymla.verification.needles import COMMON, Needles, Widths
 
 SINKS = ("none", "near", "infinite")
 """Sinks: none, drawn near the lse of the rows, or those with +inf and -inf among them."""
-
-COMMON = 8.0
-"""How far the queries lean towards the needles, in standard deviations of a latent."""
 
 
 @dataclass(frozen=True)
@@ -54,27 +49,6 @@ class Inputs:
         cache = self.options["cache"] if self.op == "prefill" else self.tensors[2]
         assert isinstance(cache, KVCache)
         return cache
-
-
-@dataclass(frozen=True)
-class Widths:
-    """The sizes of one attention call.
-
-    Attributes:
-        num_heads: H.
-        kv_lora_rank: L.
-        qk_rope_head_dim: R.
-        qk_nope_head_dim: P, for prefill.
-        v_head_dim: V, for prefill.
-        sm_scale: Multiplies q·k.
-    """
-
-    num_heads: int
-    kv_lora_rank: int = 512
-    qk_rope_head_dim: int = 64
-    qk_nope_head_dim: int = 128
-    v_head_dim: int = 128
-    sm_scale: float = 192**-0.5
 
 
 def decode_inputs(
@@ -113,23 +87,11 @@ def decode_inputs(
     draw = Draw(seed)
     asked = [1] * len(seq_lens) if q_lens is None else list(q_lens)
     tokens = sum(asked) + (q_lens is not None)
-    direction = _direction(draw, widths)
-    pages = lay_out(draw, seq_lens, block_size, views=views)
-    keys = [_keys(draw, widths, direction, n, min(n, q)) for n, q in zip(seq_lens, asked, strict=True)]
-    cache = _filled(
-        draw,
-        widths,
-        direction,
-        pages,
-        keys,
-        block_size,
-        kv_format,
-        q_dtype,
-        poison,
-        views,
-        max(seq_lens, default=0),
-    )
-    ql_nope, q_pe = _queries(draw, widths, direction, tokens, q_dtype, views)
+    needles, memory = Needles.of(draw, widths), Memory(kv_format, block_size, poison, views)
+    pages = memory.pages(draw, seq_lens)
+    keys = [needles.keys(n, min(n, q)) for n, q in zip(seq_lens, asked, strict=True)]
+    cache = needles.cache(memory, pages, keys, q_dtype)
+    ql_nope, q_pe = needles.queries(tokens, q_dtype, views)
     options: dict[str, Any] = {
         "block_table": pages.block_table,
         "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
@@ -157,8 +119,7 @@ def sparse_inputs(
     poison: str = "nan",
     views: bool = False,
 ) -> Inputs:
-    """A sparse decode whose rows are, in turn: full, a run of -1 first, cut short by its count, all -1, count
-    0.
+    """A sparse decode whose rows are, in turn: full, first a run of -1, cut by a count, all -1, of count 0.
 
     The last key that counts carries about half of a row's weight, and so would slot 0, which no row names,
     and the entries behind a count. -1 stands between the keys as well, and one slot is named twice.
@@ -180,15 +141,14 @@ def sparse_inputs(
         The call.
     """
     draw = Draw(seed)
-    direction = _direction(draw, widths)
-    pages = lay_out(draw, (seq_len,), block_size, views=views)
-    live = pages.slots[0][pages.slots[0] != 0]
+    needles, memory = Needles.of(draw, widths), Memory(kv_format, block_size, poison, views)
+    pages = memory.pages(draw, (seq_len,))
+    live = pages.live[pages.live != 0]
     live = live[draw.permuted(len(live))]
-    trap = torch.cat((torch.zeros(1, dtype=torch.int64), pages.dead))
-    pages = Pages(pages.block_table, pages.num_blocks, (live,), trap)
-    keys = [_keys(draw, widths, direction, len(live), min(len(live), num_tokens), min(topk, len(live)))]
-    cache = _filled(draw, widths, direction, pages, keys, block_size, kv_format, q_dtype, poison, views, topk)
-    ql_nope, q_pe = _queries(draw, widths, direction, num_tokens, q_dtype, views)
+    trap = int(pages.dead[0]) if len(pages.dead) else 0
+    keys = needles.keys(len(live), min(len(live), num_tokens), min(topk, len(live)))
+    cache = needles.cache(memory, replace(pages, slots=(live,)), [keys], q_dtype)
+    ql_nope, q_pe = needles.queries(num_tokens, q_dtype, views)
     plain, heavy = live[: max(1, len(live) - num_tokens)], live[-num_tokens:]
     indices = torch.full((num_tokens, 2 * topk if views else topk), 0, dtype=torch.int32)
     indices = indices[:, ::2] if views else indices
@@ -203,7 +163,7 @@ def sparse_inputs(
             counts[t] = max(1, topk // 2)
         last = int(counts[t]) - 1
         row[last] = heavy[t % len(heavy)].int()
-        row[last + 1 :] = int(trap[-1])
+        row[last + 1 :] = trap
         if kind == 3 and topk > 1:
             row[:] = -1
         if kind == 4:
@@ -252,37 +212,24 @@ def prefill_inputs(
     """
     draw = Draw(seed)
     tokens, heads, rank = sum(q_lens) + 1, widths.num_heads, widths.kv_lora_rank
-    direction = _direction(draw, widths, rope_only=True)
+    needles, memory = Needles.of(draw, widths, rope_only=True), Memory(kv_format, block_size, poison, views)
     w_uk = (draw.normal(heads, widths.qk_nope_head_dim, rank) / math.sqrt(rank)).to(q_dtype)
     w_uv = (draw.normal(heads, rank, widths.v_head_dim) / math.sqrt(rank)).to(q_dtype)
     earlier = [0] * len(q_lens) if contexts is None else list(contexts)
-    new = [_keys(draw, widths, direction, q, q, c + q, 1) for c, q in zip(earlier, q_lens, strict=True)]
+    new = [needles.keys(q, q, c + q) for c, q in zip(earlier, q_lens, strict=True)]
     rows = torch.cat([*new, torch.full((1, rank + widths.qk_rope_head_dim), torch.nan)]).to(q_dtype)
     q_nope = draw.normal(tokens, heads, widths.qk_nope_head_dim)
-    towards = torch.einsum("l,hpl->hp", direction[:rank], w_uk.float())
+    towards = torch.einsum("l,hpl->hp", needles.direction[:rank], w_uk.float())
     q_nope += COMMON * towards / towards.square().sum(-1, keepdim=True).clamp(min=1e-6)
-    q_pe = draw.normal(tokens, heads, widths.qk_rope_head_dim) + COMMON * direction[rank:]
+    q_pe = draw.normal(tokens, heads, widths.qk_rope_head_dim) + COMMON * needles.direction[rank:]
     options: dict[str, Any] = {"qo_indptr": _indptr(q_lens), "sm_scale": widths.sm_scale, "causal": causal}
     if contexts is not None:
-        pages = lay_out(draw, contexts, block_size, views=views)
-        keys = [_keys(draw, widths, direction, c, min(c, 1), c + 1) for c in contexts]
-        options["cache"] = _filled(
-            draw,
-            widths,
-            direction,
-            pages,
-            keys,
-            block_size,
-            kv_format,
-            q_dtype,
-            poison,
-            views,
-            max(contexts, default=0),
-        )
+        pages = memory.pages(draw, contexts)
+        keys = [needles.keys(c, min(c, 1), c + 1) for c in contexts]
+        options["cache"] = needles.cache(memory, pages, keys, q_dtype)
         options["block_table"] = pages.block_table
-        options["seq_lens"] = torch.tensor(
-            [c + q for c, q in zip(earlier, q_lens, strict=True)], dtype=torch.int32
-        )
+        lens = [c + q for c, q in zip(earlier, q_lens, strict=True)]
+        options["seq_lens"] = torch.tensor(lens, dtype=torch.int32)
     tensors = (
         _odd(q_nope.to(q_dtype), views),
         _odd(q_pe.to(q_dtype), views),
@@ -333,15 +280,8 @@ def write_inputs(
         values[t, t % width :: 7] = traps[t]
     blocks = -(-num_tokens * 2 // block_size) + 1
     scale = torch.tensor([0.0371]) if row.scaled else None
-    cache = poisoned_cache(
-        blocks,
-        block_size,
-        kv_lora_rank=kv_lora_rank,
-        qk_rope_head_dim=qk_rope_head_dim,
-        kv_format=kv_format,
-        scale=scale,
-        views=views,
-    )
+    memory = Memory(kv_format, block_size, views=views)
+    cache = memory.poisoned(blocks, kv_lora_rank, qk_rope_head_dim, scale)
     slots = draw.permuted(blocks * block_size)[:num_tokens]
     slots[4::5] = -1
     kv_c, k_pe = values.to(q_dtype).tensor_split((kv_lora_rank,), -1)
@@ -386,34 +326,24 @@ def index_inputs(
     draw = Draw(seed)
     asked = [1] * len(seq_lens) if q_lens is None else list(q_lens)
     tokens = sum(asked) + (q_lens is not None)
-    pages = lay_out(draw, seq_lens, block_size, views=views)
+    memory = Memory(kv_format, block_size, poison, views)
+    pages = memory.pages(draw, seq_lens)
     total = sum(seq_lens)
     row = KV_FORMATS[kv_format]
     if exact:
         keys = draw.integers(-2, 2, total, width)
         # The largest value of a key makes its scale a power of two.
         keys[:, 0] = 7.5 if row.value_dtype == torch.float8_e4m3fnuz else 7.0
-        q, weights = (
-            draw.integers(-2, 2, tokens, num_heads, width),
-            draw.integers(-4, 4, tokens, num_heads) / 4,
-        )
+        q = draw.integers(-2, 2, tokens, num_heads, width)
+        weights = draw.integers(-4, 4, tokens, num_heads) / 4
     else:
         keys = draw.normal(total, width)
         q, weights = draw.normal(tokens, num_heads, width), draw.normal(tokens, num_heads)
     if exact and total > 2:
         keys[total // 2, 1] = torch.nan
     scale = torch.tensor([2.0**-5]) if row.scaled else None
-    cache = poisoned_cache(
-        pages.num_blocks,
-        block_size,
-        kv_lora_rank=width,
-        qk_rope_head_dim=0,
-        kv_format=kv_format,
-        scale=scale,
-        poison=poison,
-        views=views,
-    )
-    cache.write(keys, torch.zeros(total, 0), torch.cat([*pages.slots, torch.zeros(0, dtype=torch.int64)]))
+    cache = memory.poisoned(pages.num_blocks, width, 0, scale)
+    cache.write(keys, torch.zeros(total, 0), pages.live)
     options: dict[str, Any] = {
         "block_table": pages.block_table,
         "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
@@ -421,87 +351,6 @@ def index_inputs(
         "topk": topk,
     }
     return Inputs("index_topk", (_odd(q.to(q_dtype), views), weights, cache), options, tokens, (tokens, topk))
-
-
-def _direction(draw: Draw, widths: Widths, *, rope_only: bool = False) -> Tensor:
-    """A unit vector in the space of keys, that of the needles."""
-    direction = draw.normal(widths.kv_lora_rank + widths.qk_rope_head_dim)
-    if rope_only and widths.qk_rope_head_dim:
-        direction[: widths.kv_lora_rank] = 0
-    return direction / direction.square().sum().sqrt()
-
-
-def _keys(
-    draw: Draw,
-    widths: Widths,
-    direction: Tensor,
-    n: int,
-    heavy: int,
-    among: int | None = None,
-    at_least: int = 1,
-) -> Tensor:
-    """[n, L + R] keys, the last `heavy` of which weigh about as much as all that a row sees before them."""
-    keys = draw.normal(n, len(direction))
-    if heavy:
-        keys[n - heavy :] += _needle(widths, direction, max(n if among is None else among, at_least))
-    return keys
-
-
-def _needle(widths: Widths, direction: Tensor, among: int) -> Tensor:
-    """What makes a key weigh about half among `among` others: the score log(sum of theirs), and 0.5."""
-    variance = widths.sm_scale**2 * len(direction)
-    score = math.log(max(among, 1)) + variance / 2 + 0.5
-    return score / (COMMON * widths.sm_scale) * direction
-
-
-def _filled(
-    draw: Draw,
-    widths: Widths,
-    direction: Tensor,
-    pages: Pages,
-    keys: Sequence[Tensor],
-    block_size: int,
-    kv_format: str,
-    q_dtype: torch.dtype,
-    poison: str,
-    views: bool,
-    longest: int,
-) -> KVCache:
-    """The cache of these pages and keys; everything else in it is poison."""
-    rank = widths.kv_lora_rank
-    live = torch.cat([*keys, torch.zeros(0, len(direction))]).to(q_dtype)
-    row = KV_FORMATS[kv_format]
-    scale = calibrate_scale(live[:, :rank], live[:, rank:], kv_format) if row.scaled else None
-    cache = poisoned_cache(
-        pages.num_blocks,
-        block_size,
-        kv_lora_rank=rank,
-        qk_rope_head_dim=widths.qk_rope_head_dim,
-        kv_format=kv_format,
-        scale=scale,
-        poison="nan" if poison == "needle" else poison,
-        views=views,
-    )
-    if poison == "needle":
-        every = torch.arange(pages.num_blocks * block_size)
-        traps = draw.normal(len(every), len(direction)) + _needle(widths, direction, longest)
-        cache.write(traps[:, :rank], traps[:, rank:], every)
-    cache.write(live[:, :rank], live[:, rank:], torch.cat([*pages.slots, torch.zeros(0, dtype=torch.int64)]))
-    return cache
-
-
-def _queries(
-    draw: Draw, widths: Widths, direction: Tensor, tokens: int, q_dtype: torch.dtype, views: bool
-) -> tuple[Tensor, Tensor]:
-    q = (draw.normal(tokens, widths.num_heads, len(direction)) + COMMON * direction).to(q_dtype)
-    if views:
-        # Heads outermost, in one buffer with the RoPE part and three elements more.
-        buffer = torch.full((widths.num_heads, tokens, len(direction) + 3), torch.nan, dtype=q_dtype)
-        buffer[..., : len(direction)] = q.transpose(0, 1)
-        q = buffer.transpose(0, 1)
-        return q[..., : widths.kv_lora_rank], q[..., widths.kv_lora_rank : len(direction)]
-    nope, rope = q.tensor_split((widths.kv_lora_rank,), -1)
-    return nope.contiguous(), rope.contiguous()
 
 
 def _sinks(draw: Draw, plain: AttentionOutput, kind: str) -> Tensor | None:

@@ -11,6 +11,9 @@ from anymla.kv_cache import KV_FORMATS, KVCache
 ABSURD_PAGES = (torch.iinfo(torch.int32).max, -7, 123_456_789)
 """Page ids past the end of a table row."""
 
+POISONS = ("nan", "inf", "needle")
+"""What dead memory holds: NaN, infinities (NaN where a format has none), or finite keys of large weight."""
+
 NAN_BYTE = {torch.float8_e4m3fn: 0x7F, torch.float8_e4m3fnuz: 0x80}
 
 
@@ -49,79 +52,79 @@ class Pages:
     slots: tuple[Tensor, ...]
     dead: Tensor
 
-
-def lay_out(draw: Draw, seq_lens: Sequence[int], block_size: int, *, views: bool = False) -> Pages:
-    """Give each sequence pages in random order, with foreign pages between them and traps behind them."""
-    counts = [-(-n // block_size) for n in seq_lens]
-    foreign = max(2, sum(counts) // 8)
-    ids = draw.permuted(sum(counts) + foreign)
-    columns = max(counts, default=0) + 2
-    traps = torch.tensor(ABSURD_PAGES, dtype=torch.int32)
-    table = traps[torch.arange(len(counts) * columns * 2) % len(traps)].view(len(counts), columns * 2)
-    table = table[:, ::2] if views else table[:, :columns].contiguous()
-    slots, dead, used = [], [], 0
-    for row, (n, count) in enumerate(zip(seq_lens, counts, strict=True)):
-        pages = ids[used : used + count]
-        used += count
-        table[row, :count] = pages.int()
-        own = (pages[:, None] * block_size + torch.arange(block_size)).flatten()
-        slots.append(own[:n])
-        dead.append(own[n : n + 1])
-    return Pages(
-        table, len(ids), tuple(slots), torch.cat(dead) if dead else torch.zeros(0, dtype=torch.int64)
-    )
+    @property
+    def live(self) -> Tensor:
+        """The slots of all tokens, one sequence after another."""
+        return _joined(self.slots)
 
 
-def poisoned_cache(
-    num_blocks: int,
-    block_size: int,
-    *,
-    kv_lora_rank: int,
-    qk_rope_head_dim: int,
-    kv_format: str,
-    scale: Tensor | None = None,
-    poison: str = "nan",
-    views: bool = False,
-) -> KVCache:
-    """A cache in which every slot is poison, its gaps too.
+@dataclass(frozen=True)
+class Memory:
+    """What a cache is like, and what stands where nobody wrote.
 
-    Args:
-        num_blocks: Pages.
-        block_size: Tokens a page.
-        kv_lora_rank: L.
-        qk_rope_head_dim: R.
+    Attributes:
         kv_format: Name of a row of KV_FORMATS.
-        scale: [1] fp32 for the formats with one scale.
-        poison: "nan" or "inf".
-        views: Leave gaps between pages and, where the format allows it, between tokens.
-
-    Returns:
-        The cache.
+        block_size: Tokens a page.
+        poison: One of POISONS.
+        views: Leave gaps between pages, table columns and, where the format allows it, tokens.
     """
-    row = KV_FORMATS[kv_format]
-    width = row.row_width(kv_lora_rank, qk_rope_head_dim)
-    gap = 16 if views and not row.block_flat else 0
-    whole = torch.zeros((num_blocks * (2 if views else 1), block_size, width + gap), dtype=row.storage_dtype)
-    _poison(whole, row.value_dtype, poison)
-    data = whole[:: 2 if views else 1, :, :width]
-    cache = KVCache(data.view(row.dtype), row, kv_lora_rank, qk_rope_head_dim, scale)
-    if row.tile:
-        every = torch.arange(num_blocks * block_size)
-        raw = cache.gather(every)
-        end = kv_lora_rank + 4 * row.num_tiles(kv_lora_rank)
-        bad = torch.nan if poison == "nan" else torch.inf
-        raw[:, kv_lora_rank:end] = torch.full((1, (end - kv_lora_rank) // 4), bad).view(torch.uint8)
-        raw[:, end:] = torch.full((1, qk_rope_head_dim), bad, dtype=torch.bfloat16).view(torch.uint8)
-        cache.scatter(raw, every)
-    return cache
+
+    kv_format: str
+    block_size: int
+    poison: str = "nan"
+    views: bool = False
+
+    def pages(self, draw: Draw, seq_lens: Sequence[int]) -> Pages:
+        """Give each sequence pages in random order, with foreign pages between them and traps behind them."""
+        counts = [-(-n // self.block_size) for n in seq_lens]
+        ids = draw.permuted(sum(counts) + max(2, sum(counts) // 8))
+        columns = max(counts, default=0) + 2
+        traps = torch.tensor(ABSURD_PAGES, dtype=torch.int32)
+        table = traps[torch.arange(len(counts) * columns * 2) % len(traps)].view(len(counts), columns * 2)
+        table = table[:, ::2] if self.views else table[:, :columns].contiguous()
+        slots, dead, used = [], [], 0
+        for row, (n, count) in enumerate(zip(seq_lens, counts, strict=True)):
+            own = ids[used : used + count]
+            used += count
+            table[row, :count] = own.int()
+            places = (own[:, None] * self.block_size + torch.arange(self.block_size)).flatten()
+            slots.append(places[:n])
+            dead.append(places[n : n + 1])
+        return Pages(table, len(ids), tuple(slots), _joined(dead))
+
+    def poisoned(
+        self, num_blocks: int, kv_lora_rank: int, qk_rope_head_dim: int, scale: Tensor | None = None
+    ) -> KVCache:
+        """A cache in which every slot is NaN or infinite, and every gap."""
+        row = KV_FORMATS[self.kv_format]
+        width = row.row_width(kv_lora_rank, qk_rope_head_dim)
+        gap = 16 if self.views and not row.block_flat else 0
+        step = 2 if self.views else 1
+        whole = torch.zeros((num_blocks * step, self.block_size, width + gap), dtype=row.storage_dtype)
+        bad = torch.inf if self.poison == "inf" else torch.nan
+        _fill(whole, row.value_dtype, bad)
+        data = whole[::step, :, :width]
+        cache = KVCache(data.view(row.dtype), row, kv_lora_rank, qk_rope_head_dim, scale)
+        if row.tile:
+            every = torch.arange(num_blocks * self.block_size)
+            raw = cache.gather(every)
+            end = kv_lora_rank + 4 * row.num_tiles(kv_lora_rank)
+            raw[:, kv_lora_rank:end] = torch.full((1, (end - kv_lora_rank) // 4), bad).view(torch.uint8)
+            raw[:, end:] = torch.full((1, qk_rope_head_dim), bad, dtype=torch.bfloat16).view(torch.uint8)
+            cache.scatter(raw, every)
+        return cache
 
 
-def _poison(storage: Tensor, value_dtype: torch.dtype, poison: str) -> None:
+def _fill(storage: Tensor, value_dtype: torch.dtype, bad: float) -> None:
+    """NaN, or infinities of both signs; NaN bytes where a format has no infinity."""
     if storage.dtype == torch.uint8:
         storage.fill_(NAN_BYTE[value_dtype])
-        if poison == "inf" and value_dtype == torch.float8_e4m3fn:
+        if value_dtype == torch.float8_e4m3fn:
             storage[..., ::2] = 0xFF
         return
-    storage.fill_(torch.nan if poison == "nan" else torch.inf)
-    if poison == "inf":
-        storage[..., ::2] = -torch.inf
+    storage.fill_(bad)
+    storage[..., ::2] = -bad
+
+
+def _joined(slots: Sequence[Tensor]) -> Tensor:
+    return torch.cat([*slots, torch.zeros(0, dtype=torch.int64)])
