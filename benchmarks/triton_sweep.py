@@ -146,9 +146,7 @@ def ceilings(flush):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
-    parser.add_argument(
-        "--variants", required=True, help='JSON {"case": [[block_m, block_n, warps, stages, a_unit], ...]}'
-    )
+    parser.add_argument("--variants", required=True, help="JSON: case to rows of Launch")
     parser.add_argument("--kv-format", default="bf16")
     parser.add_argument("--warm", help="compile this variant of this case only", nargs=2)
     arguments = parser.parse_args()

@@ -37,12 +37,12 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
         Launch(block_m=16, block_n=16, num_warps=4, num_stages=1),
     ),
     ("attend", "sm90"): (
-        Launch(block_m=16, block_n=64, num_warps=4, num_stages=3),
-        Launch(block_m=32, block_n=64, num_warps=4, num_stages=2),
-        Launch(block_m=64, block_n=64, num_warps=8, num_stages=2, chunk=256),
+        Launch(block_m=16, block_n=64, num_warps=4, num_stages=3, chunk=256),
+        Launch(block_m=32, block_n=64, num_warps=8, num_stages=3),
+        Launch(block_m=64, block_n=64, num_warps=8, num_stages=2, chunk=512),
     ),
     ("combine", "*"): (Launch(block_m=1, block_n=32, num_warps=4, num_stages=1),),
-    ("combine", "sm90"): (Launch(block_m=1, block_n=32, num_warps=4, num_stages=1, overlap=True),),
+    ("combine", "sm90"): (Launch(block_m=1, block_n=128, num_warps=8, num_stages=1, overlap=True),),
 }
 """Rows of a kernel in ascending block_m; a second of one block_m is for shapes that do not fit the first."""
 

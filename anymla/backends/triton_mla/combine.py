@@ -26,7 +26,7 @@ def combine_kernel(
     stride_lh,
     L: tl.constexpr,
     L_PADDED: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
     TILES_A_SEQ: tl.constexpr,
@@ -76,33 +76,30 @@ def combine_kernel(
             if OVERLAP:
                 # Until here, nothing of the kernel before was needed; it may not have ended yet.
                 gdc_wait()
-            WIDTH: tl.constexpr = L_PADDED // CHUNKS
             cols = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-            offs = tl.arange(0, BLOCK_P)
             top = float("-inf")
-            for first_piece in range(0, pieces, BLOCK_P):
-                piece = first_piece + offs
-                slots = tl.where(piece == 0, first_slot, slot + piece * slot_step).to(tl.int64)
-                part = tl.load(part_lse + slots * BLOCK_M + row, mask=piece < pieces, other=float("-inf"))
-                top = tl.maximum(top, tl.max(part, 0))
-            floor = tl.where(top == float("-inf"), 0.0, top)
             total = 0.0
             acc = tl.zeros((WIDTH,), tl.float32)
             for first_piece in range(0, pieces, BLOCK_P):
-                piece = first_piece + offs
-                slots = tl.where(piece == 0, first_slot, slot + piece * slot_step).to(tl.int64)
-                part = tl.load(part_lse + slots * BLOCK_M + row, mask=piece < pieces, other=float("-inf"))
-                weights = tl.exp(part - floor)
-                values = tl.load(
-                    part_out + (slots * BLOCK_M + row)[:, None] * L_PADDED + cols[None, :],
-                    mask=(piece < pieces)[:, None],
-                    other=0.0,
+                piece = first_piece + tl.arange(0, BLOCK_P)
+                inside = piece < pieces
+                places = (
+                    tl.where(piece == 0, first_slot, slot + piece * slot_step).to(tl.int64) * BLOCK_M + row
                 )
-                total += tl.sum(weights, 0)
-                acc += tl.sum(weights[:, None] * values, 0)
+                part = tl.load(part_lse + places, mask=inside, other=float("-inf"))
+                values = tl.load(
+                    part_out + places[:, None] * L_PADDED + cols[None, :], mask=inside[:, None], other=0.0
+                )
+                new_top = tl.maximum(top, tl.max(part, 0))
+                floor = tl.where(new_top == float("-inf"), 0.0, new_top)
+                weights = tl.exp(part - floor)
+                decay = tl.exp(top - floor)
+                total = total * decay + tl.sum(weights, 0)
+                acc = acc * decay + tl.sum(weights[:, None] * values, 0)
+                top = new_top
             empty = total == 0.0
             acc = tl.where(empty, 0.0, acc / tl.where(empty, 1.0, total))
-            row_lse = tl.where(empty, float("-inf"), floor + tl.log(total))
+            row_lse = tl.where(empty, float("-inf"), top + tl.log(total))
             if HAS_SINKS:
                 acc = acc * sink_share(row_lse, tl.load(sinks + head))
             o_row = out + (q_start + token).to(tl.int64) * stride_ot + head * stride_oh

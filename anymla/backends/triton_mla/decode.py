@@ -224,7 +224,6 @@ def _attend(
     common = {
         "L": problem.kv_lora_rank,
         "L_PADDED": state.part_out.shape[-1],
-        "CHUNKS": state.chunks,
         "BLOCK_M": launch.block_m,
         "TILES_A_SEQ": state.tiles_a_seq,
         "PIECES": state.pieces,
@@ -266,6 +265,7 @@ def _attend(
         *((0, 0) if indices is None else indices.stride()),
         *out_strides,
         R=problem.qk_rope_head_dim,
+        CHUNKS=state.chunks,
         R_PADDED=_padded(problem.qk_rope_head_dim),
         BLOCK_N=launch.block_n,
         BLOCK_SIZE=problem.block_size,
@@ -280,7 +280,9 @@ def _attend(
     )
     cuts = state.num_stretches - 1 if state.pieces == 1 else state.num_seqs * state.tiles_a_seq
     if cuts:
-        combine_kernel[(cuts * launch.block_m, state.chunks)](
+        columns = state.part_out.shape[-1]
+        width = joining.chunk if columns % joining.chunk == 0 else columns
+        combine_kernel[(cuts * launch.block_m, columns // width)](
             state.part_out,
             state.part_lse,
             state.line,
@@ -292,6 +294,7 @@ def _attend(
             state.num_stretches,
             problem.num_heads,
             *out_strides,
+            WIDTH=width,
             BLOCK_P=joining.block_n,
             **common,
             num_warps=joining.num_warps,
