@@ -1,0 +1,1 @@
+"""Benchmarks: a case is verified, then timed; a number stands beside what the machine can do at best."""

@@ -1,0 +1,123 @@
+"""Timing: calls on a device or a CPU, in turns, and what the machine does at best in the same minutes."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+FLUSH_BYTES = 512 << 20
+"""Written between calls on a GPU, so that none finds its operands in a cache: larger than any L2 or MALL."""
+
+COPY_BYTES = {"cpu": 256 << 20, "cuda": 2 << 30}
+PRODUCT_SIZE = {"cpu": 2048, "cuda": 8192}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of one call.
+
+    Attributes:
+        seconds: One for each repeat, in the order measured.
+    """
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median_us(self) -> float:
+        """The median in microseconds."""
+        return statistics.median(self.seconds) * 1e6
+
+    @property
+    def least_us(self) -> float:
+        """The fastest in microseconds."""
+        return min(self.seconds) * 1e6
+
+    @property
+    def quartiles_us(self) -> tuple[float, float]:
+        """The first and the third quartile in microseconds; of one repeat, that one twice."""
+        if len(self.seconds) == 1:
+            return self.median_us, self.median_us
+        first, _, third = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return first * 1e6, third * 1e6
+
+    def to_dict(self) -> dict[str, float]:
+        """The figures of a record."""
+        first, third = self.quartiles_us
+        named = {"median_us": self.median_us, "q1_us": first, "q3_us": third, "least_us": self.least_us}
+        return {**{name: round(value, 2) for name, value in named.items()}, "repeats": len(self.seconds)}
+
+
+def time_in_turns(
+    calls: Mapping[str, Callable[[], object]],
+    device: torch.device,
+    *,
+    repeats: int = 20,
+    warmups: int = 2,
+    after: Callable[[str], object] | None = None,
+) -> dict[str, Timing]:
+    """Time several calls in the same minutes: one repeat of each, then the next of each.
+
+    Args:
+        calls: By name.
+        device: Where they run; on a GPU their caches are flushed before each and events measure.
+        repeats: Of each call.
+        warmups: Of each call, not measured.
+        after: Told the name after each call, outside the time, to undo what it did.
+
+    Returns:
+        A timing for each name.
+    """
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    measure = _seconds_on_cpu if device.type == "cpu" else _Flushed(device).seconds
+    for turn in range(-warmups, repeats):
+        for name, call in calls.items():
+            seconds = measure(call)
+            if after is not None:
+                after(name)
+            if turn >= 0:
+                found[name].append(seconds)
+    return {name: Timing(tuple(seconds)) for name, seconds in found.items()}
+
+
+def copy_bandwidth(device: torch.device, repeats: int = 7) -> float:
+    """Bytes a second, read and written, of a copy too large for any cache: the best of some."""
+    size = COPY_BYTES[device.type] // 4
+    source = torch.ones(size, device=device)
+    target = torch.empty_like(source)
+    timing = time_in_turns({"copy": lambda: target.copy_(source)}, device, repeats=repeats)["copy"]
+    return 2 * size * 4 / min(timing.seconds)
+
+
+def product_rate(device: torch.device, dtype: torch.dtype = torch.float32, repeats: int = 7) -> float:
+    """Multiplications and additions a second of a large matrix product: the best of some."""
+    size = PRODUCT_SIZE[device.type]
+    a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+    out = torch.empty_like(a)
+    timing = time_in_turns({"mm": lambda: torch.mm(a, b, out=out)}, device, repeats=repeats)["mm"]
+    return 2 * size**3 / min(timing.seconds)
+
+
+def _seconds_on_cpu(call: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+class _Flushed:
+    """Measures on a GPU, with memory written before each call."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+
+    def seconds(self, call: Callable[[], object]) -> float:
+        """Of one call, between two events; while the memory is written, the host gets ahead."""
+        start, end = self._events
+        self._memory.zero_()
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3

@@ -1,0 +1,142 @@
+"""`anymla bench` times what it has just verified, and nothing else."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from anymla.backends import cpu_mla
+from anymla.benchmarking import run, timing
+from anymla.benchmarking.timing import Timing, time_in_turns
+from anymla.benchmarking.workloads import workloads
+from anymla.cli import app
+
+CPU = torch.device("cpu")
+SMALL = ("--tp", "128", "--batch", "2", "--context", "70", "--repeats", "3")
+
+
+@pytest.fixture(autouse=True)
+def small_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Copies and products that take no time."""
+    monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr(timing, "PRODUCT_SIZE", {"cpu": 32})
+    run._best_of.cache_clear()
+    yield
+    run._best_of.cache_clear()
+
+
+def bench(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["bench", *arguments])
+
+
+def records(*arguments: str) -> list[dict[str, object]]:
+    result = bench(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.output.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("op", "model", "more"),
+    [
+        ("decode", "deepseek-v3", ("--q-len", "2", "--kv", "fp8")),
+        ("sparse_decode", "deepseek-v3.2", ("--topk", "33", "--kv", "fp8_ds_mla")),
+        ("prefill", "deepseek-v3", ("--q-len", "9", "--kv", "bf16")),
+        ("index_topk", "deepseek-v3.2", ("--topk", "7")),
+    ],
+)
+def test_each_operation_gives_a_record_that_says_what_was_timed_where(op, model, more):
+    (found,) = records("--op", op, "--model", model, *SMALL, *more)
+    assert (found["op"], found["backend"], found["batch"], found["context"]) == (op, "cpu", 2, 70)
+    assert found["passed"] and found["verified_sequences"] == 2
+    assert 0 < found["least_us"] <= found["q1_us"] <= found["median_us"] <= found["q3_us"]
+    assert found["bandwidth_share"] > 0 and found["product_share"] > 0
+    assert {"chip", "date", "commit", "torch", "python", "threads"} <= set(found)
+
+
+def test_every_batch_meets_every_context():
+    found = records(
+        "--tp", "128", "--batch", "1", "--batch", "2", "--context", "5", "--context", "9", "--repeats", "1"
+    )
+    assert [(r["batch"], r["context"]) for r in found] == [(1, 5), (1, 9), (2, 5), (2, 9)]
+
+
+def test_a_result_that_is_wrong_has_no_time_and_makes_the_exit_code_1(monkeypatch: pytest.MonkeyPatch):
+    right = cpu_mla.decode
+
+    def wrong(args, state):
+        right(args, state)
+        args.out.mul_(1.01)
+
+    monkeypatch.setattr(cpu_mla, "decode", wrong)
+    result = bench(*SMALL, "--json")
+    assert result.exit_code == 1
+    found = json.loads(result.output)
+    assert not found["passed"] and found["reasons"] and "median_us" not in found
+    shown = bench(*SMALL)
+    assert shown.exit_code == 1 and "wrong" in shown.output and "error of out" in shown.output
+
+
+def test_the_table_shows_the_share_of_the_copy_bandwidth():
+    result = bench(*SMALL)
+    assert result.exit_code == 0
+    assert "of copy bandwidth" in result.output and "deepseek-v3 at tensor parallel size 128" in result.output
+
+
+def test_records_are_appended_one_a_line(tmp_path):
+    file = tmp_path / "cpu" / "bench.jsonl"
+    for _ in range(2):
+        assert bench(*SMALL, "--record", str(file)).exit_code == 0
+    assert [json.loads(line)["passed"] for line in file.read_text().splitlines()] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reasons"),
+    [
+        (
+            ("--model", "gpt", "--op", "write_cache", "--q-len", "0"),
+            ("model got 'gpt'", "op got write_cache", "q_len got 0"),
+        ),
+        (("--context", "0"), ("context got 0; needs at least 1",)),
+        (("--backend", "nowhere"), ("backend got 'nowhere'",)),
+        (("--kv", "fp9", "--dtype", "int8"), ("kv got fp9", "dtype got int8")),
+        (("--tp", "3"), ("tp got 3",)),
+    ],
+    ids=["model-op-q_len", "context", "backend", "formats", "tp"],
+)
+def test_wrong_use_names_every_reason_and_exits_with_2(arguments, reasons):
+    result = bench(*arguments, "--json")
+    assert result.exit_code == 2
+    error = json.loads(result.output)["error"]
+    assert all(reason in error for reason in reasons), error
+
+
+def test_work_is_counted_as_the_formulas_say():
+    (decode,) = workloads("deepseek-v3", tp=8, batches=(2,), contexts=(100,), q_len=2)
+    assert decode.flops == 2 * 2 * 16 * (99 + 100) * (576 + 512)
+    assert decode.num_bytes == 2 * 100 * 1152 + 4 * 16 * (576 + 512) * 2
+    (prefill,) = workloads("deepseek-v3", tp=8, op="prefill", contexts=(10,), q_len=3)
+    assert prefill.flops == 2 * 16 * ((11 + 12 + 13) * (192 + 128) + 13 * 512 * 256)
+    (sparse,) = workloads("deepseek-v3.2", tp=8, op="sparse_decode", contexts=(4096,), topk=2048)
+    assert sparse.keys_read == 2048
+
+
+def test_only_as_many_sequences_are_verified_as_their_work_allows(monkeypatch: pytest.MonkeyPatch):
+    (work,) = workloads("deepseek-v3", tp=128, batches=(5,), contexts=(20,), q_dtype="fp32")
+    monkeypatch.setattr(run, "VERIFIED_FLOPS", work.flops * 0.45)
+    assert run.bench(work, "cpu", CPU, repeats=1).verified == 2
+
+
+def test_calls_are_timed_in_turns_and_undone_outside_the_time():
+    seen: list[str] = []
+    calls = {name: lambda name=name: seen.append(name) for name in "ab"}
+    found = time_in_turns(calls, CPU, repeats=2, warmups=1, after=lambda name: seen.append(name.upper()))
+    assert "".join(seen) == "aAbB" * 3
+    assert {name: len(one.seconds) for name, one in found.items()} == {"a": 2, "b": 2}
+
+
+def test_a_timing_gives_median_quartiles_and_least():
+    found = Timing((4e-6, 1e-6, 2e-6, 3e-6, 5e-6)).to_dict()
+    assert found == {"median_us": 3.0, "q1_us": 2.0, "q3_us": 4.0, "least_us": 1.0, "repeats": 5}
+    assert Timing((2e-6,)).quartiles_us == (2.0, 2.0)
