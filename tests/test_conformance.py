@@ -135,6 +135,16 @@ class TestHostility:
         infinite = decode_inputs(Widths(16), (1024, 9), sinks="infinite").options["sinks"]
         assert {float("inf"), float("-inf")} <= set(infinite.tolist())
 
+    def test_a_call_moves_to_a_device_with_its_strides_and_gaps(self):
+        call = decode_inputs(Widths(4), (9, 20), (1, 2), kv_format="fp8_e4m3fn", views=True)
+        there = checks.moved(call, torch.device("meta"))
+        pairs = [(call.cache.data, there.cache.data), *zip(call.tensors[:2], there.tensors[:2], strict=True)]
+        pairs += [(call.options[name], there.options[name]) for name in ("block_table", "seq_lens", "sinks")]
+        for here, moved in pairs:
+            assert moved.device.type == "meta" and moved.dtype == here.dtype and moved.shape == here.shape
+            assert (moved.stride(), moved.storage_offset()) == (here.stride(), here.storage_offset())
+            assert moved.untyped_storage().nbytes() == here.untyped_storage().nbytes()
+
     def test_the_same_seed_draws_the_same(self):
         one, other = (sparse_inputs(Widths(4), 50, 20, seed=5) for _ in range(2))
         assert torch.equal(one.tensors[0], other.tensors[0])
