@@ -42,7 +42,7 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
         Launch(block_m=64, block_n=64, num_warps=8, num_stages=2, chunk=512),
     ),
     ("combine", "*"): (Launch(block_m=1, block_n=32, num_warps=4, num_stages=1),),
-    ("combine", "sm90"): (Launch(block_m=1, block_n=128, num_warps=8, num_stages=1, overlap=True),),
+    ("combine", "sm90"): (Launch(block_m=1, block_n=16, num_warps=4, num_stages=3, overlap=True),),
 }
 """Rows of a kernel in ascending block_m; a second of one block_m is for shapes that do not fit the first."""
 

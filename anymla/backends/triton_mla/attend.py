@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from anymla.backends.triton_mla.keys import load_latent, load_rope
+from anymla.backends.triton_mla.keys import latent_of, load_block, rope_of
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -74,6 +74,7 @@ def attend_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
+    AHEAD: tl.constexpr,
     SWAP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -147,44 +148,62 @@ def attend_kernel(
             start_key = lo * BLOCK_N
             end_key = tl.minimum(hi * BLOCK_N, seen_by_any)
             if SPARSE:
-                slots_row = indices + seq.to(tl.int64) * stride_indices
-                for key in range(start_key, end_key, BLOCK_N):
-                    keys = key + offs_n
-                    slots = tl.load(slots_row + keys * stride_indices_col, mask=keys < end_key, other=-1)
-                    valid = slots >= 0
-                    slots = tl.where(valid, slots, 0)
-                    offsets = (slots // BLOCK_SIZE).to(tl.int64) * stride_page
-                    offsets += (slots % BLOCK_SIZE) * stride_token
-                    seen = valid[:, None] if SWAP else valid[None, :]
-                    top, total, acc = _absorb(
-                        q_l, q_r, cache, offsets, valid, seen, score_scale, top, total, acc,
-                        L, R, L_PADDED, R_PADDED, CHUNKS, FORMAT, SWAP,
-                    )  # fmt: skip
+                # A block is placed by its indices.
+                table = indices + seq.to(tl.int64) * stride_indices
+                table_stride = stride_indices_col
             else:
                 table = block_table + seq.to(tl.int64) * stride_table
+                table_stride = stride_table_col
                 visible = tl.minimum(visible, end_key)
-                # The page of a block is read one block ahead.
-                page = tl.load(table + (start_key // BLOCK_SIZE) * stride_table_col, mask=start_key < end_key)
-                for key in range(start_key, end_key, BLOCK_N):
-                    keys = key + offs_n
-                    valid = keys < end_key
-                    if BLOCK_SIZE % BLOCK_N == 0:
-                        after = key + BLOCK_N
-                        next_page = tl.load(
-                            table + (after // BLOCK_SIZE) * stride_table_col, mask=after < end_key
-                        )
-                        base = page.to(tl.int64) * stride_page + (key % BLOCK_SIZE) * stride_token
-                        offsets = offs_n * stride_token
-                        page = next_page
-                    else:
-                        pages = tl.load(table + (keys // BLOCK_SIZE) * stride_table_col, mask=valid, other=0)
-                        base = 0
-                        offsets = pages.to(tl.int64) * stride_page + (keys % BLOCK_SIZE) * stride_token
-                    seen = keys[:, None] < visible[None, :] if SWAP else keys[None, :] < visible[:, None]
-                    top, total, acc = _absorb(
-                        q_l, q_r, cache + base, offsets, valid, seen, score_scale, top, total, acc,
-                        L, R, L_PADDED, R_PADDED, CHUNKS, FORMAT, SWAP,
+            if AHEAD:
+                # Values that are converted pass through registers: the next block is on its way there meanwhile.
+                base, offsets, valid = _placed(
+                    table, table_stride, start_key, end_key, stride_page, stride_token,
+                    BLOCK_N, BLOCK_SIZE, SPARSE,
+                )  # fmt: skip
+                block = load_block(cache + base, offsets, valid, L, R, L_PADDED, R_PADDED, CHUNKS, FORMAT)
+                for key in tl.range(start_key, end_key, BLOCK_N, num_stages=1):
+                    base, offsets, next_valid = _placed(
+                        table, table_stride, key + BLOCK_N, end_key, stride_page, stride_token,
+                        BLOCK_N, BLOCK_SIZE, SPARSE,
                     )  # fmt: skip
+                    next_block = load_block(
+                        cache + base, offsets, next_valid, L, R, L_PADDED, R_PADDED, CHUNKS, FORMAT
+                    )
+                    seen = _seen(key + offs_n, visible, valid, SPARSE, SWAP)
+                    top, total, acc = _absorb(
+                        q_l, q_r, block, seen, score_scale, top, total, acc, R, CHUNKS, FORMAT, SWAP
+                    )
+                    block = next_block
+                    valid = next_valid
+            elif SPARSE or BLOCK_SIZE % BLOCK_N > 0:
+                for key in range(start_key, end_key, BLOCK_N):
+                    base, offsets, valid = _placed(
+                        table, table_stride, key, end_key, stride_page, stride_token,
+                        BLOCK_N, BLOCK_SIZE, SPARSE,
+                    )  # fmt: skip
+                    block = load_block(cache, offsets, valid, L, R, L_PADDED, R_PADDED, CHUNKS, FORMAT)
+                    seen = _seen(key + offs_n, visible, valid, SPARSE, SWAP)
+                    top, total, acc = _absorb(
+                        q_l, q_r, block, seen, score_scale, top, total, acc, R, CHUNKS, FORMAT, SWAP
+                    )
+            else:
+                # One page a block, read one block ahead.
+                page = tl.load(table + (start_key // BLOCK_SIZE) * table_stride, mask=start_key < end_key)
+                for key in range(start_key, end_key, BLOCK_N):
+                    after = key + BLOCK_N
+                    next_page = tl.load(table + (after // BLOCK_SIZE) * table_stride, mask=after < end_key)
+                    base = page.to(tl.int64) * stride_page + (key % BLOCK_SIZE) * stride_token
+                    valid = key + offs_n < end_key
+                    block = load_block(
+                        cache + base, offs_n * stride_token, valid,
+                        L, R, L_PADDED, R_PADDED, CHUNKS, FORMAT,
+                    )  # fmt: skip
+                    seen = _seen(key + offs_n, visible, valid, SPARSE, SWAP)
+                    top, total, acc = _absorb(
+                        q_l, q_r, block, seen, score_scale, top, total, acc, R, CHUNKS, FORMAT, SWAP
+                    )
+                    page = next_page
 
             empty = total == 0.0
             row_lse = tl.where(empty, float("-inf"), (top + tl.log2(total)) * LN_2)
@@ -213,8 +232,8 @@ def attend_kernel(
                 for chunk in tl.static_range(CHUNKS):
                     values = tl.trans(acc[chunk]) if SWAP else acc[chunk]
                     values = tl.where(empty[:, None], 0.0, values * share[:, None])
-                    offsets = places[:, None] * L_PADDED + (chunk * WIDTH + cols)[None, :]
-                    tl.store(part_out + piece * L_PADDED + offsets, values)
+                    spots = places[:, None] * L_PADDED + (chunk * WIDTH + cols)[None, :]
+                    tl.store(part_out + piece * L_PADDED + spots, values)
                 tl.store(part_lse + piece + places, row_lse)
 
     if not SPARSE:
@@ -247,10 +266,42 @@ def _load_rows(rows, live, cols, stride, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _placed(
+    table, table_stride, key, end_key, stride_page, stride_token,
+    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPARSE: tl.constexpr,
+):  # fmt: skip
+    """Where a block of keys lies: elements from the cache's start, and which keys there are."""
+    keys = key + tl.arange(0, BLOCK_N)
+    valid = keys < end_key
+    base = tl.full((), 0, tl.int64)
+    if SPARSE:
+        slots = tl.load(table + keys * table_stride, mask=valid, other=-1)
+        valid = slots >= 0
+        slots = tl.where(valid, slots, 0)
+        offsets = (slots // BLOCK_SIZE).to(tl.int64) * stride_page + (slots % BLOCK_SIZE) * stride_token
+    elif BLOCK_SIZE % BLOCK_N == 0:
+        page = tl.load(table + (key // BLOCK_SIZE) * table_stride, mask=key < end_key, other=0)
+        base = page.to(tl.int64) * stride_page
+        offsets = (keys % BLOCK_SIZE) * stride_token
+    else:
+        pages = tl.load(table + (keys // BLOCK_SIZE) * table_stride, mask=valid, other=0)
+        offsets = pages.to(tl.int64) * stride_page + (keys % BLOCK_SIZE) * stride_token
+    return base, offsets, valid
+
+
+@triton.jit
+def _seen(keys, visible, valid, SPARSE: tl.constexpr, SWAP: tl.constexpr):
+    """Which rows see which keys of a block."""
+    if SPARSE:
+        return valid[:, None] if SWAP else valid[None, :]
+    else:
+        return keys[:, None] < visible[None, :] if SWAP else keys[None, :] < visible[:, None]
+
+
+@triton.jit
 def _absorb(
-    q_l, q_r, cache, offsets, valid, seen, score_scale, top, total, acc,
-    L: tl.constexpr, R: tl.constexpr, L_PADDED: tl.constexpr, R_PADDED: tl.constexpr, CHUNKS: tl.constexpr,
-    FORMAT: tl.constexpr, SWAP: tl.constexpr,
+    q_l, q_r, block, seen, score_scale, top, total, acc,
+    R: tl.constexpr, CHUNKS: tl.constexpr, FORMAT: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
     """Take one block of keys into the running softmax.
 
@@ -258,13 +309,11 @@ def _absorb(
     transposed: keys and columns stand where matrix instructions want many rows.
     """
     dtype: tl.constexpr = q_r.dtype
-    WIDTH: tl.constexpr = L_PADDED // CHUNKS
     k_l = ()
     for chunk in tl.static_range(CHUNKS):
-        k_l = k_l + (load_latent(cache, offsets, valid, dtype, chunk, WIDTH, L, L_PADDED, FORMAT),)
+        k_l = k_l + (latent_of(block, chunk, dtype, R, CHUNKS, FORMAT),)
     if R > 0:
-        k_r = load_rope(cache, offsets, valid, dtype, L, R, R_PADDED, FORMAT)
-        scores = _product(q_r, k_r, SWAP)
+        scores = _product(q_r, rope_of(block, dtype, CHUNKS, FORMAT), SWAP)
         for chunk in tl.static_range(CHUNKS):
             scores += _product(q_l[chunk], k_l[chunk], SWAP)
     else:

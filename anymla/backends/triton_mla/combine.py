@@ -29,6 +29,7 @@ def combine_kernel(
     WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     TILES_A_SEQ: tl.constexpr,
     PIECES: tl.constexpr,
     PIECE_BLOCKS: tl.constexpr,
@@ -80,7 +81,7 @@ def combine_kernel(
             top = float("-inf")
             total = 0.0
             acc = tl.zeros((WIDTH,), tl.float32)
-            for first_piece in range(0, pieces, BLOCK_P):
+            for first_piece in tl.range(0, pieces, BLOCK_P, num_stages=NUM_STAGES):
                 piece = first_piece + tl.arange(0, BLOCK_P)
                 inside = piece < pieces
                 places = (

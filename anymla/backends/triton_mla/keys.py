@@ -17,29 +17,55 @@ TILED_FNUZ_BYTES = tl.constexpr(6)
 
 
 @triton.jit
-def load_latent(
+def load_block(
     cache,
     offsets,
     valid,
-    dtype: tl.constexpr,
-    CHUNK: tl.constexpr,
-    WIDTH: tl.constexpr,
     L: tl.constexpr,
+    R: tl.constexpr,
     L_PADDED: tl.constexpr,
+    R_PADDED: tl.constexpr,
+    CHUNKS: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """WIDTH columns from CHUNK * WIDTH on of the tokens at `cache + offsets`: [N, WIDTH], unscaled.
+    """The tokens at `cache + offsets` as they are stored: CHUNKS chunks of the latent, RoPE part, scales.
 
     Tokens that are not `valid` are not read and come back as zeros.
     """
-    cols = CHUNK * WIDTH + tl.arange(0, WIDTH)
-    raw = _load(cache, offsets, cols, valid, L, L_PADDED)
+    WIDTH: tl.constexpr = L_PADDED // CHUNKS
+    block = ()
+    for chunk in tl.static_range(CHUNKS):
+        cols = chunk * WIDTH + tl.arange(0, WIDTH)
+        block = block + (_load(cache, offsets, cols, valid, L, L_PADDED),)
+    if R > 0:
+        cols_r = tl.arange(0, R_PADDED)
+        if FORMAT < TILED_FN:
+            block = block + (_load(cache + L, offsets, cols_r, valid, R, R_PADDED),)
+        else:
+            rope = (cache + L + 4 * CHUNKS).to(tl.pointer_type(tl.bfloat16))
+            block = block + (_load(rope, offsets // 2, cols_r, valid, R, R_PADDED),)
+    if FORMAT >= TILED_FN:
+        # One scale a chunk: a tile of the row is as wide as a chunk.
+        scales = (cache + L).to(tl.pointer_type(tl.float32)) + offsets // 4
+        for chunk in tl.static_range(CHUNKS):
+            block = block + (tl.load(scales + chunk, mask=valid, other=0.0),)
+    return block
+
+
+@triton.jit
+def latent_of(
+    block,
+    chunk: tl.constexpr,
+    dtype: tl.constexpr,
+    R: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    """A chunk of the latent of a loaded block, [N, WIDTH]; the one scale of a cache is not applied."""
+    raw = block[chunk]
     if FORMAT < TILED_FN:
         return _converted(raw, FORMAT).to(dtype)
     else:
-        # One scale a chunk: a tile of the row is as wide as a chunk.
-        scales = (cache + L + 4 * CHUNK).to(tl.pointer_type(tl.float32)) + offsets // 4
-        scale = tl.load(scales, mask=valid, other=0.0)
         if FORMAT == TILED_FN:
             values = raw.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         elif FORMAT == TILED_FNUZ:
@@ -48,36 +74,26 @@ def load_latent(
             values = _converted(raw, FP8_FN_BYTES)
         else:
             values = _converted(raw, FP8_FNUZ_BYTES)
-        return (values * scale[:, None]).to(dtype)
+        SCALE: tl.constexpr = CHUNKS + (R > 0) + chunk
+        return (values * block[SCALE][:, None]).to(dtype)
 
 
 @triton.jit
-def load_rope(
-    cache,
-    offsets,
-    valid,
-    dtype: tl.constexpr,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    R_PADDED: tl.constexpr,
-    FORMAT: tl.constexpr,
-):
-    """The RoPE part of the same tokens: [N, R_PADDED]."""
-    cols = tl.arange(0, R_PADDED)
+def rope_of(block, dtype: tl.constexpr, CHUNKS: tl.constexpr, FORMAT: tl.constexpr):
+    """The RoPE part of a loaded block, [N, R_PADDED]."""
     if FORMAT < TILED_FN:
-        return _converted(_load(cache + L, offsets, cols, valid, R, R_PADDED), FORMAT).to(dtype)
+        return _converted(block[CHUNKS], FORMAT).to(dtype)
     else:
-        rope = (cache + L + 4 * (L // 128)).to(tl.pointer_type(tl.bfloat16))
-        return _load(rope, offsets // 2, cols, valid, R, R_PADDED).to(dtype)
+        return block[CHUNKS].to(dtype)
 
 
 @triton.jit
-def _load(pointer, offsets, cols, valid, WIDTH: tl.constexpr, WIDTH_POW2: tl.constexpr):
+def _load(pointer, offsets, cols, valid, WIDTH: tl.constexpr, PADDED: tl.constexpr):
     places = pointer + (offsets[:, None] + cols[None, :])
-    if WIDTH < WIDTH_POW2:
-        return tl.load(places, mask=valid[:, None] & (cols < WIDTH)[None, :], other=0)
+    if WIDTH < PADDED:
+        return tl.load(places, mask=valid[:, None] & (cols < WIDTH)[None, :], other=0.0)
     else:
-        return tl.load(places, mask=valid[:, None], other=0)
+        return tl.load(places, mask=valid[:, None], other=0.0)
 
 
 @triton.jit
