@@ -185,8 +185,8 @@ def attach(
     """Run a transformers model's attention as absorbed MLA over our paged latent cache.
 
     `model(...)` and `model.generate(...)` are used as before. The weights stay where they are. Grouped-query
-    models of the Llama kind are MLA with the latent [keys | values] and are served the same way. Inference only:
-    training and gradients are refused, and a model that `torch.compile` wrapped is not tested.
+    models of the Llama kind are MLA with the latent [keys | values] and are served the same way.
+    Inference only: training and gradients are refused; a model wrapped by `torch.compile` is not tested.
 
     Args:
         model: A transformers model in evaluation mode. Every attention must be of a served family.
