@@ -11,7 +11,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from anymla.backends.triton_mla.keys import latent_of, load_block, rope_of
+from anymla.backends.triton_mla.keys import (
+    FN_RATIO,
+    FNUZ_RATIO,
+    FP8_FN_BYTES,
+    FP8_FNUZ_BYTES,
+    latent_of,
+    load_block,
+    rope_of,
+)
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -87,6 +95,10 @@ def attend_kernel(
     start = tl.load(stretches + 3 * program + 2)
     end = tl.load(stretches + 3 * program + 5)
     key_scale = tl.load(k_scale) if HAS_SCALE else 1.0
+    if FORMAT == FP8_FN_BYTES:
+        key_scale = key_scale * FN_RATIO
+    if FORMAT == FP8_FNUZ_BYTES:
+        key_scale = key_scale * FNUZ_RATIO
     score_scale = sm_scale_log2e * key_scale
 
     WIDTH: tl.constexpr = L_PADDED // CHUNKS
@@ -142,6 +154,10 @@ def attend_kernel(
                 q_r = _load_rows(p_rows, live, tl.arange(0, R_PADDED), stride_pd, R)
             else:
                 q_r = q_l[0]
+            row_scale = tl.full((BLOCK_M,), 0.0, tl.float32) + score_scale
+            if AHEAD:
+                # fp8 becomes fp16 in one step, exactly; queries of a wider range are halved into fp16.
+                q_l, q_r, row_scale = _in_fp16(q_l, q_r, row_scale, R, CHUNKS)
             top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             total = tl.zeros((BLOCK_M,), tl.float32)
 
@@ -172,7 +188,7 @@ def attend_kernel(
                     )
                     seen = _seen(key + offs_n, visible, valid, SPARSE, SWAP)
                     top, total, acc = _absorb(
-                        q_l, q_r, block, seen, score_scale, top, total, acc, R, CHUNKS, FORMAT, SWAP
+                        q_l, q_r, block, seen, row_scale, top, total, acc, R, CHUNKS, FORMAT, SWAP
                     )
                     block = next_block
                     valid = next_valid
@@ -185,7 +201,7 @@ def attend_kernel(
                     block = load_block(cache, offsets, valid, L, R, L_PADDED, R_PADDED, CHUNKS, FORMAT)
                     seen = _seen(key + offs_n, visible, valid, SPARSE, SWAP)
                     top, total, acc = _absorb(
-                        q_l, q_r, block, seen, score_scale, top, total, acc, R, CHUNKS, FORMAT, SWAP
+                        q_l, q_r, block, seen, row_scale, top, total, acc, R, CHUNKS, FORMAT, SWAP
                     )
             else:
                 # One page a block, read one block ahead.
@@ -201,7 +217,7 @@ def attend_kernel(
                     )  # fmt: skip
                     seen = _seen(key + offs_n, visible, valid, SPARSE, SWAP)
                     top, total, acc = _absorb(
-                        q_l, q_r, block, seen, score_scale, top, total, acc, R, CHUNKS, FORMAT, SWAP
+                        q_l, q_r, block, seen, row_scale, top, total, acc, R, CHUNKS, FORMAT, SWAP
                     )
                     page = next_page
 
@@ -266,6 +282,28 @@ def _load_rows(rows, live, cols, stride, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def _in_fp16(q_l, q_r, row_scale, R: tl.constexpr, CHUNKS: tl.constexpr):
+    """Queries in fp16, each row divided by a power of two that the scale of its scores makes up for."""
+    most = tl.max(tl.abs(q_l[0].to(tl.float32)), 1)
+    for chunk in tl.static_range(1, CHUNKS):
+        most = tl.maximum(most, tl.max(tl.abs(q_l[chunk].to(tl.float32)), 1))
+    if R > 0:
+        most = tl.maximum(most, tl.max(tl.abs(q_r.to(tl.float32)), 1))
+    # The exponent alone; 2^-126 for a row of zeros.
+    power = (tl.maximum(most, 1.1754943508222875e-38).to(tl.int32, bitcast=True) & 0x7F800000).to(
+        tl.float32, bitcast=True
+    )
+    divided = ()
+    for chunk in tl.static_range(CHUNKS):
+        divided = divided + ((q_l[chunk].to(tl.float32) / power[:, None]).to(tl.float16),)
+    if R > 0:
+        q_r = (q_r.to(tl.float32) / power[:, None]).to(tl.float16)
+    else:
+        q_r = divided[0]
+    return divided, q_r, row_scale * power
+
+
+@triton.jit
 def _placed(
     table, table_stride, key, end_key, stride_page, stride_token,
     BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPARSE: tl.constexpr,
@@ -300,7 +338,7 @@ def _seen(keys, visible, valid, SPARSE: tl.constexpr, SWAP: tl.constexpr):
 
 @triton.jit
 def _absorb(
-    q_l, q_r, block, seen, score_scale, top, total, acc,
+    q_l, q_r, block, seen, row_scale, top, total, acc,
     R: tl.constexpr, CHUNKS: tl.constexpr, FORMAT: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
     """Take one block of keys into the running softmax.
@@ -321,7 +359,7 @@ def _absorb(
         for chunk in tl.static_range(1, CHUNKS):
             scores += _product(q_l[chunk], k_l[chunk], SWAP)
     AXIS: tl.constexpr = 0 if SWAP else 1
-    scores = tl.where(seen, scores * score_scale, float("-inf"))
+    scores = tl.where(seen, scores * tl.expand_dims(row_scale, AXIS), float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, AXIS))
     # A row that has seen nothing yet would subtract -inf from -inf.
     floor = tl.where(new_top == float("-inf"), 0.0, new_top)

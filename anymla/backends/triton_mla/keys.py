@@ -1,4 +1,4 @@
-"""Device code that reads cached tokens of any KV format as keys in the dtype of the queries."""
+"""Device code that reads cached tokens of any KV format as keys of a matrix product."""
 
 import triton
 import triton.language as tl
@@ -14,6 +14,10 @@ TILED_FN = tl.constexpr(3)
 TILED_FNUZ = tl.constexpr(4)
 TILED_FN_BYTES = tl.constexpr(5)
 TILED_FNUZ_BYTES = tl.constexpr(6)
+
+FN_RATIO = tl.constexpr(256.0)
+"""How many times too small an e4m3fn byte is in its fp16 places."""
+FNUZ_RATIO = tl.constexpr(128.0)
 
 
 @triton.jit
@@ -61,19 +65,19 @@ def latent_of(
     CHUNKS: tl.constexpr,
     FORMAT: tl.constexpr,
 ):
-    """A chunk of the latent of a loaded block, [N, WIDTH]; the one scale of a cache is not applied."""
+    """A chunk of the latent of a loaded block, [N, WIDTH]; one scale of the whole cache is not applied."""
     raw = block[chunk]
     if FORMAT < TILED_FN:
-        return _converted(raw, FORMAT).to(dtype)
+        return _converted(raw, dtype, FORMAT)
     else:
         if FORMAT == TILED_FN:
             values = raw.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         elif FORMAT == TILED_FNUZ:
             values = raw.to(tl.float8e4b8, bitcast=True).to(tl.float32)
         elif FORMAT == TILED_FN_BYTES:
-            values = _converted(raw, FP8_FN_BYTES)
+            values = _converted(raw, tl.float32, FP8_FN_BYTES) * FN_RATIO
         else:
-            values = _converted(raw, FP8_FNUZ_BYTES)
+            values = _converted(raw, tl.float32, FP8_FNUZ_BYTES) * FNUZ_RATIO
         SCALE: tl.constexpr = CHUNKS + (R > 0) + chunk
         return (values * block[SCALE][:, None]).to(dtype)
 
@@ -82,7 +86,7 @@ def latent_of(
 def rope_of(block, dtype: tl.constexpr, CHUNKS: tl.constexpr, FORMAT: tl.constexpr):
     """The RoPE part of a loaded block, [N, R_PADDED]."""
     if FORMAT < TILED_FN:
-        return _converted(block[CHUNKS], FORMAT).to(dtype)
+        return _converted(block[CHUNKS], dtype, FORMAT)
     else:
         return block[CHUNKS].to(dtype)
 
@@ -97,14 +101,14 @@ def _load(pointer, offsets, cols, valid, WIDTH: tl.constexpr, PADDED: tl.constex
 
 
 @triton.jit
-def _converted(raw, FORMAT: tl.constexpr):
-    """e4m3 bytes as fp32; with sign and exponent in their fp16 places they are a power of two too small."""
+def _converted(raw, dtype: tl.constexpr, FORMAT: tl.constexpr):
+    """Elements as `dtype`; bytes with sign and exponent in their fp16 places, which is a power of two too small."""
     if FORMAT == PLAIN:
-        return raw
+        return raw.to(dtype)
     else:
         bits = raw.to(tl.int16)
         half = (((bits & 0x7F) << 7) | ((bits & 0x80) << 8)).to(tl.float16, bitcast=True)
         if FORMAT == FP8_FN_BYTES:
-            return tl.where((bits & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+            return tl.where((bits & 0x7F) == 0x7F, float("nan"), half).to(dtype)
         else:
-            return tl.where(bits == 0x80, float("nan"), half.to(tl.float32) * 128.0)
+            return tl.where(bits == 0x80, float("nan"), half).to(dtype)
