@@ -19,6 +19,8 @@ class Launch:
         chunk: Columns of the latent that are one operand of a product.
         overlap: Whether the kernel may start while the one before it ends.
         swap: Whether products are transposed, for matrix instructions that want more rows than the tile has.
+        widest: The widest key or value that its registers hold; a row with a width is for the shapes that
+            no narrower one takes. 0: any.
     """
 
     block_m: int
@@ -29,7 +31,15 @@ class Launch:
     chunk: int = 128
     overlap: bool = False
     swap: bool = False
+    widest: int = 0
 
+
+_CDNA_PREFILL = (
+    Launch(block_m=64, block_n=64, num_warps=4, num_stages=2, widest=192),
+    Launch(block_m=128, block_n=64, num_warps=8, num_stages=1, widest=192),
+    Launch(block_m=64, block_n=32, num_warps=4, num_stages=2, widest=256),
+    Launch(block_m=64, block_n=16, num_warps=8, num_stages=2, widest=640),
+)
 
 LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
     ("attend", "*"): (
@@ -43,8 +53,34 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
     ),
     ("combine", "*"): (Launch(block_m=1, block_n=32, num_warps=4, num_stages=1),),
     ("combine", "sm90"): (Launch(block_m=1, block_n=16, num_warps=4, num_stages=3, overlap=True),),
+    ("prefill", "*"): (
+        Launch(block_m=32, block_n=32, num_warps=4, num_stages=1, widest=192),
+        Launch(block_m=32, block_n=32, num_warps=8, num_stages=1, widest=256),
+        Launch(block_m=16, block_n=16, num_warps=8, num_stages=1, widest=640),
+    ),
+    ("prefill", "gfx90a"): _CDNA_PREFILL,
+    ("prefill", "gfx942"): _CDNA_PREFILL,
+    ("prefill", "gfx950"): _CDNA_PREFILL,
+    ("prefill", "nvidia"): (
+        Launch(block_m=64, block_n=32, num_warps=4, num_stages=2, widest=192),
+        Launch(block_m=64, block_n=32, num_warps=8, num_stages=2, widest=256),
+        Launch(block_m=32, block_n=16, num_warps=8, num_stages=2, widest=640),
+    ),
+    ("prefill", "sm90"): (
+        Launch(block_m=64, block_n=64, num_warps=4, num_stages=3, widest=192),
+        Launch(block_m=128, block_n=64, num_warps=8, num_stages=3, widest=192),
+        Launch(block_m=64, block_n=64, num_warps=8, num_stages=2, widest=256),
+        Launch(block_m=128, block_n=64, num_warps=8, num_stages=2, widest=256),
+        Launch(block_m=64, block_n=32, num_warps=8, num_stages=2, widest=512),
+        Launch(block_m=32, block_n=32, num_warps=8, num_stages=2, widest=640),
+    ),
+    ("expand", "*"): (Launch(block_m=128, block_n=128, num_warps=8, num_stages=2, chunk=32),),
+    ("expand", "sm90"): (Launch(block_m=128, block_n=128, num_warps=8, num_stages=3, chunk=64),),
+    ("gather", "*"): (Launch(block_m=16, block_n=1, num_warps=4, num_stages=1),),
+    ("cache_write", "*"): (Launch(block_m=1, block_n=1, num_warps=2, num_stages=1),),
 }
-"""Rows of a kernel in ascending block_m; a second of one block_m is for shapes that do not fit the first."""
+"""Rows of a kernel in ascending block_m, width by width; a second of one block_m is for shapes that do not
+fit the first."""
 
 
 def launch_rows(kernel: str, arch: str) -> tuple[Launch, ...]:

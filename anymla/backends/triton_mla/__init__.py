@@ -1,5 +1,6 @@
 """The portable GPU backend: Triton kernels for AMD and NVIDIA from one source."""
 
+from anymla.backends.triton_mla.cache_write import write_cache
 from anymla.backends.triton_mla.decode import (
     decode,
     plan_decode,
@@ -8,5 +9,17 @@ from anymla.backends.triton_mla.decode import (
     update_decode,
     workspace_bytes,
 )
+from anymla.backends.triton_mla.prefill import plan_prefill, prefill, prefill_workspace_bytes
 
-__all__ = ["decode", "plan_decode", "plan_sparse_decode", "sparse_decode", "update_decode", "workspace_bytes"]
+__all__ = [
+    "decode",
+    "plan_decode",
+    "plan_prefill",
+    "plan_sparse_decode",
+    "prefill",
+    "prefill_workspace_bytes",
+    "sparse_decode",
+    "update_decode",
+    "workspace_bytes",
+    "write_cache",
+]
