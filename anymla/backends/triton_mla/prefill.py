@@ -226,16 +226,16 @@ def _launch_for(problem: Problem, machine: Machine) -> Launch:
 
     A batch-invariant step always takes the largest: its tiles must not depend on the batch.
     """
-    chip, (key, value) = ARCHES.get(machine.arch), _padded_widths(problem)
+    chip, widest = ARCHES.get(machine.arch), max(_padded_widths(problem))
     room = chip.shared_bytes if chip is not None else 0
-    rows = [row for row in launch_rows("prefill", machine.arch) if row.widest >= max(key, value)]
-    narrowest = min((row.widest for row in rows), default=0)
     fits = [
         row
-        for row in rows
-        if row.widest == narrowest and (not room or shared_bytes(row, problem, machine) <= room)
+        for row in launch_rows("prefill", machine.arch)
+        if row.widest >= widest and (not room or shared_bytes(row, problem, machine) <= room)
     ]
     assert fits, f"no launch row of prefill fits {problem} on {machine.arch}"
+    narrowest = min(row.widest for row in fits)
+    fits = [row for row in fits if row.widest == narrowest]
     if Feature.BATCH_INVARIANT not in problem.features:
         fits = [row for row in fits if row.block_m >= problem.q_len][:1] or fits
     return fits[-1]
