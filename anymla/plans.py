@@ -415,7 +415,7 @@ def sparse_plan(
 ) -> SparsePlan:
     """The plan of a sparse decode whose facts are known to be right."""
     choice = select.choose(problem, machine or machine_of(device), backend)
-    return SparsePlan(choice, _planned(choice, "plan_sparse_decode", num_tokens), num_tokens)
+    return SparsePlan(choice, _planned(choice, "plan_sparse_decode", num_tokens, device), num_tokens)
 
 
 def prefill_plan(
@@ -520,5 +520,5 @@ def _facts(
     return {"q_dtype": canonical_name(str(q_dtype)), "kv_format": form, **widths}
 
 
-def _planned(choice: select.Choice, planner: str, step: Batch | int) -> Any:
-    return getattr(module_of(choice), planner)(step, choice.problem, choice.machine, choice.knobs)
+def _planned(choice: select.Choice, planner: str, *step: Batch | int | torch.device) -> Any:
+    return getattr(module_of(choice), planner)(*step, choice.problem, choice.machine, choice.knobs)

@@ -137,7 +137,7 @@ _AITER_INDEX = replace(
 _TRITON = Backend(
     "triton",
     "anymla.backends.triton_mla",
-    built=False,
+    built=True,
     arch=one_of(
         "gfx90a",
         "gfx942",
@@ -153,9 +153,9 @@ _TRITON = Backend(
         "sm120",
     ),
     packages=("triton",),
-    op=one_of(*OPS),
+    op=one_of(*(op for op in OPS if op != "index_topk")),
     q_dtype=one_of("bf16", "fp16"),
-    kv_format=one_of(*(name for name in KV_FORMAT_NAMES if name != "fp32")),
+    kv_format=one_of(*(name for name in KV_FORMAT_NAMES if name != "fp32" and name[:7] != "index_k")),
     num_heads=Between(1, 1024),
     kv_lora_rank=Between(1, 512),
     qk_rope_head_dim=Between(0, 128),

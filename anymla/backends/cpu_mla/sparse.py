@@ -25,12 +25,13 @@ class SparseState:
 
 
 def plan_sparse_decode(
-    num_tokens: int, problem: Problem, machine: Machine, knobs: Mapping[str, int]
+    num_tokens: int, device: torch.device, problem: Problem, machine: Machine, knobs: Mapping[str, int]
 ) -> SparseState:
     """Allocate the scratch of one sparse decode step.
 
     Args:
         num_tokens: T; nothing depends on it, since tokens are worked on one by one.
+        device: The CPU.
         problem: Facts of the call; `topk` bounds the indices of a token.
         machine: The CPU; nothing depends on it.
         knobs: None are known.

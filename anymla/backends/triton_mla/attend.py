@@ -73,6 +73,7 @@ def attend_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILES_A_SEQ: tl.constexpr,
+    INVARIANT: tl.constexpr,
     PIECES: tl.constexpr,
     PIECE_BLOCKS: tl.constexpr,
     FORMAT: tl.constexpr,
@@ -123,7 +124,7 @@ def attend_kernel(
         lo = tl.maximum(start, item_start) - item_start
         hi = tl.minimum(end, item_end) - item_start
         if lo < hi:
-            if PIECES == 1:
+            if not INVARIANT:
                 whole = (lo == 0) & (hi == item_end - item_start)
                 slot = 2 * program + (item != first_item).to(tl.int32)
             else:
@@ -172,7 +173,7 @@ def attend_kernel(
                 table_stride = stride_table_col
                 visible = tl.minimum(visible, end_key)
             if AHEAD:
-                # Values that are converted pass through registers: the next block is on its way there meanwhile.
+                # Values that are converted pass through registers; the next block is on its way meanwhile.
                 base, offsets, valid = _placed(
                     table, table_stride, start_key, end_key, stride_page, stride_token,
                     BLOCK_N, BLOCK_SIZE, SPARSE,
@@ -296,10 +297,7 @@ def _in_fp16(q_l, q_r, row_scale, R: tl.constexpr, CHUNKS: tl.constexpr):
     divided = ()
     for chunk in tl.static_range(CHUNKS):
         divided = divided + ((q_l[chunk].to(tl.float32) / power[:, None]).to(tl.float16),)
-    if R > 0:
-        q_r = (q_r.to(tl.float32) / power[:, None]).to(tl.float16)
-    else:
-        q_r = divided[0]
+    q_r = (q_r.to(tl.float32) / power[:, None]).to(tl.float16) if R > 0 else divided[0]
     return divided, q_r, row_scale * power
 
 

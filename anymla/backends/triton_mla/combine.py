@@ -31,6 +31,7 @@ def combine_kernel(
     BLOCK_P: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     TILES_A_SEQ: tl.constexpr,
+    INVARIANT: tl.constexpr,
     PIECES: tl.constexpr,
     PIECE_BLOCKS: tl.constexpr,
     SPARSE: tl.constexpr,
@@ -41,7 +42,7 @@ def combine_kernel(
     """Grid: a cut (or, batch-invariant, a tile) × a row of its tile × a chunk of columns."""
     cut = tl.program_id(0) // BLOCK_M
     row = tl.program_id(0) % BLOCK_M
-    if PIECES == 1:
+    if not INVARIANT:
         # The cut before stretch `cut + 1`; the first cut inside a tile joins all of its pieces.
         right = cut + 1
         tile = tl.load(stretches + 3 * right)

@@ -129,8 +129,9 @@ def _shape(problem: Problem, machine: Machine, num_seqs: int, max_seq_len: int) 
         tiles_a_seq,
         pieces,
         items,
-        num_stretches=stretches if pieces == 1 else max(stretches, 1),
-        slots=2 * stretches if pieces == 1 else items,
+        num_stretches=stretches,
+        # A stretch begins and ends inside a tile once each, at most; an uncut tile needs no slot.
+        slots=2 * stretches if not _invariant(problem) else items if pieces > 1 else 1,
         chunk=min(chunk, width) if width % chunk == 0 else width,
         width=width,
     )
@@ -198,6 +199,7 @@ def _schedule(state: State, seq_lens: Tensor | None, qo_indptr: Tensor | None) -
         state.num_stretches,
         LEAST_BLOCKS,
         TILES_A_SEQ=state.tiles_a_seq,
+        INVARIANT=_invariant(state.problem),
         PIECES=state.pieces,
         PIECE_BLOCKS=INVARIANT_KEYS // launch.block_n,
         BLOCK_M=launch.block_m,
@@ -226,6 +228,7 @@ def _attend(
         "L_PADDED": state.part_out.shape[-1],
         "BLOCK_M": launch.block_m,
         "TILES_A_SEQ": state.tiles_a_seq,
+        "INVARIANT": _invariant(problem),
         "PIECES": state.pieces,
         "PIECE_BLOCKS": INVARIANT_KEYS // launch.block_n,
         "SPARSE": sparse,
@@ -279,7 +282,10 @@ def _attend(
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )
-    cuts = state.num_stretches - 1 if state.pieces == 1 else state.num_seqs * state.tiles_a_seq
+    if not _invariant(problem):
+        cuts = state.num_stretches - 1
+    else:
+        cuts = state.num_seqs * state.tiles_a_seq if state.pieces > 1 else 0
     if cuts:
         columns = state.part_out.shape[-1]
         width = joining.chunk if columns % joining.chunk == 0 else columns

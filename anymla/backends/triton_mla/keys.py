@@ -102,7 +102,7 @@ def _load(pointer, offsets, cols, valid, WIDTH: tl.constexpr, PADDED: tl.constex
 
 @triton.jit
 def _converted(raw, dtype: tl.constexpr, FORMAT: tl.constexpr):
-    """Elements as `dtype`; bytes with sign and exponent in their fp16 places, which is a power of two too small."""
+    """Elements as `dtype`; bytes by moving their bits into fp16, which is a power of two too small."""
     if FORMAT == PLAIN:
         return raw.to(dtype)
     else:

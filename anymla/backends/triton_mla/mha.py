@@ -107,11 +107,11 @@ def mha_kernel(
             acc = ()
             for chunk in tl.static_range(P_CHUNKS):
                 cols = chunk * P_WIDTH + tl.arange(0, P_WIDTH)
-                q_rows = q_nope + row_tokens * stride_qt + head * stride_qh
-                q_p = q_p + (_load_block(q_rows, live, cols, stride_qd, P, P_WIDTH * P_CHUNKS, True),)
+                q_rows = row_tokens * stride_qt + head * stride_qh
+                q_p = q_p + (_load_block(q_nope, q_rows, live, cols, stride_qd, P, P_WIDTH * P_CHUNKS, True),)
             if R > 0:
-                q_rows = q_pe + row_tokens * stride_pt + head * stride_ph
-                q_r = _load_block(q_rows, live, tl.arange(0, R_PADDED), stride_pd, R, R_PADDED, True)
+                q_rows = row_tokens * stride_pt + head * stride_ph
+                q_r = _load_block(q_pe, q_rows, live, tl.arange(0, R_PADDED), stride_pd, R, R_PADDED, True)
             else:
                 q_r = q_p[0]
             # Sums are kept [T, H, V] in one piece: the offsets within a tile are small.
@@ -129,8 +129,10 @@ def mha_kernel(
                 total = tl.load(kept_total + kept_0 + places, mask=kept, other=0.0)
                 for chunk in tl.static_range(V_CHUNKS):
                     cols = chunk * V_WIDTH + cols_v
-                    kept_rows = kept_acc + kept_0 * V + places * V
-                    acc = acc + (_load_block(kept_rows, kept, cols, 1, V, V_WIDTH * V_CHUNKS, True),)
+                    kept_part = _load_block(
+                        kept_acc + kept_0 * V, places * V, kept, cols, 1, V, V_WIDTH * V_CHUNKS, True
+                    )
+                    acc = acc + (kept_part,)
             else:
                 for _chunk in tl.static_range(V_CHUNKS):
                     acc = acc + (tl.zeros((BLOCK_M, V_WIDTH), tl.float32),)
@@ -195,9 +197,16 @@ def _cut(place, line_len, ALIGN: tl.constexpr):
 
 @triton.jit
 def _load_block(
-    base, live, cols, stride, WIDTH: tl.constexpr, WIDTH_PADDED: tl.constexpr, MASKED: tl.constexpr
+    pointer,
+    offsets,
+    live,
+    cols,
+    stride,
+    WIDTH: tl.constexpr,
+    WIDTH_PADDED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):
-    places = base[:, None] + cols[None, :] * stride
+    places = pointer + (offsets[:, None] + cols[None, :] * stride)
     if MASKED and WIDTH < WIDTH_PADDED:
         return tl.load(places, mask=live[:, None] & (cols < WIDTH)[None, :], other=0.0)
     elif MASKED:
@@ -222,16 +231,19 @@ def _absorb(
     MASKED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Take keys `key` to `key + BLOCK_N` into the running softmax; all rows see all of them unless MASKED."""
-    offs = key + tl.arange(0, BLOCK_N)
+    steps = tl.arange(0, BLOCK_N)
+    offs = key + steps
     valid = offs < stop
+    key_0 = key.to(tl.int64)
     scores = tl.zeros((top.shape[0], BLOCK_N), tl.float32)
     for chunk in tl.static_range(P_CHUNKS):
         cols = chunk * P_WIDTH + tl.arange(0, P_WIDTH)
-        k = _load_block(k_base + offs * P, valid, cols, 1, P, P_WIDTH * P_CHUNKS, MASKED)
+        k = _load_block(k_base + key_0 * P, steps * P, valid, cols, 1, P, P_WIDTH * P_CHUNKS, MASKED)
         scores = tl.dot(q_p[chunk], tl.trans(k), scores, input_precision="ieee")
     if R > 0:
         k = _load_block(
-            r_base + offs.to(tl.int64) * stride_rt,
+            r_base + key_0 * stride_rt,
+            steps.to(tl.int64) * stride_rt,
             valid,
             tl.arange(0, R_PADDED),
             stride_rd,
@@ -254,7 +266,7 @@ def _absorb(
     new_acc = ()
     for chunk in tl.static_range(V_CHUNKS):
         cols = chunk * V_WIDTH + tl.arange(0, V_WIDTH)
-        v = _load_block(v_base + offs * V, valid, cols, 1, V, V_WIDTH * V_CHUNKS, MASKED)
+        v = _load_block(v_base + key_0 * V, steps * V, valid, cols, 1, V, V_WIDTH * V_CHUNKS, MASKED)
         part = tl.dot(weights.to(v.dtype), v, acc[chunk] * decay[:, None], input_precision="ieee")
         new_acc = new_acc + (part,)
     return new_top, total, new_acc

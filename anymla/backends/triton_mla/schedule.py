@@ -18,6 +18,7 @@ def schedule_kernel(
     num_stretches,
     least_blocks,
     TILES_A_SEQ: tl.constexpr,
+    INVARIANT: tl.constexpr,
     PIECES: tl.constexpr,
     PIECE_BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -34,7 +35,7 @@ def schedule_kernel(
     for first in range(0, num_items, CHUNK):
         blocks = _blocks(
             first + tl.arange(0, CHUNK), seq_lens, qo_indptr, num_items, num_heads, num_keys,
-            TILES_A_SEQ, PIECES, PIECE_BLOCKS, BLOCK_M, BLOCK_N, CAUSAL, SPARSE,
+            TILES_A_SEQ, INVARIANT, PIECES, PIECE_BLOCKS, BLOCK_M, BLOCK_N, CAUSAL, SPARSE,
         )  # fmt: skip
         total += tl.sum(blocks, 0)
         most = tl.maximum(most, tl.max(blocks, 0))
@@ -57,7 +58,7 @@ def schedule_kernel(
         items = first + tl.arange(0, CHUNK)
         blocks = _blocks(
             items, seq_lens, qo_indptr, num_items, num_heads, num_keys,
-            TILES_A_SEQ, PIECES, PIECE_BLOCKS, BLOCK_M, BLOCK_N, CAUSAL, SPARSE,
+            TILES_A_SEQ, INVARIANT, PIECES, PIECE_BLOCKS, BLOCK_M, BLOCK_N, CAUSAL, SPARSE,
         )  # fmt: skip
         inside = items < num_items
         begins = placed + tl.cumsum(blocks, 0) - blocks
@@ -71,7 +72,7 @@ def schedule_kernel(
         placed += tl.sum(blocks, 0)
     tl.store(line + num_items, total)
 
-    if PIECES == 1:
+    if not INVARIANT:
         busy = starts < total
         first_items = tl.where(busy, at_or_before - 1, 0)
         end_items = tl.where(busy, before_end, 0)
@@ -89,7 +90,8 @@ def schedule_kernel(
 @triton.jit
 def _blocks(
     items, seq_lens, qo_indptr, num_items, num_heads, num_keys,
-    TILES_A_SEQ: tl.constexpr, PIECES: tl.constexpr, PIECE_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr,
+    TILES_A_SEQ: tl.constexpr, INVARIANT: tl.constexpr, PIECES: tl.constexpr, PIECE_BLOCKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, SPARSE: tl.constexpr,
 ):  # fmt: skip
     """Key blocks of each item; 0 for an item without rows, at least 1 for a tile with rows to write."""
@@ -109,6 +111,6 @@ def _blocks(
             last_token = tl.minimum((first_row + BLOCK_M - 1) // num_heads, q_len - 1)
             visible = visible - q_len + 1 + last_token
     blocks = tl.maximum((visible + BLOCK_N - 1) // BLOCK_N, 1)
-    if PIECES > 1:
+    if INVARIANT:
         blocks = tl.minimum(tl.maximum(blocks - items % PIECES * PIECE_BLOCKS, 0), PIECE_BLOCKS)
     return tl.where(has_rows, blocks, 0)
