@@ -9,9 +9,11 @@ import math
 import os
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+import triton
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -148,6 +150,7 @@ def main():
     parser.add_argument("--out", required=True)
     parser.add_argument("--variants", required=True, help="JSON: case to rows of Launch")
     parser.add_argument("--kv-format", default="bf16")
+    parser.add_argument("--commit", default="")
     parser.add_argument("--warm", help="compile this variant of this case only", nargs=2)
     arguments = parser.parse_args()
     variants = json.loads(arguments.variants)
@@ -200,11 +203,23 @@ def main():
             }  # fmt: skip
             records.append(record)
             print(
-                f"{case} {row} {combine}: {microseconds:.1f} us, {record['share_of_floor']:.1%} of the floor, "
+                f"{case} {row} {combine}: {microseconds:.1f} us, {record['share_of_floor']:.1%} of floor, "
                 f"{record['tflops']:.0f} TFLOP/s, {record['gbs']:.0f} GB/s, error {worst:.1e}",
                 flush=True,
             )
-    Path(arguments.out, "sweep.json").write_text(json.dumps(records))
+    facts = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": arguments.commit,
+        "chip": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "kv_format": arguments.kv_format,
+        "copy_bytes_a_second": copy,
+        "product_flop_a_second": product,
+        "timing": "captured graph, L2 flushed, median of 30",
+        "records": records,
+    }
+    Path(arguments.out, f"attend_{arguments.kv_format}.json").write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":
