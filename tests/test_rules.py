@@ -59,7 +59,7 @@ ACCEPTED = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "value"), ACCEPTED, ids=str)
+@pytest.mark.parametrize(("rule", "value"), ACCEPTED, ids=[type(rule).__name__ for rule, _ in ACCEPTED])
 def test_an_accepted_value_has_no_refusal_and_is_its_own_nearest(rule: Rule, value: object) -> None:
     assert rule.accepts(value)
     assert rule.refusal(value) is None
@@ -82,7 +82,10 @@ def test_a_condition_on_features_holds_when_any_is_asked_for() -> None:
     assert needs_lse.refusal(frozenset()) == "got nothing; needs one of lse or sinks"
 
 
-@pytest.mark.parametrize("rule", [MultipleOf(16), Between(1, 4), pads_to(16), offers("lse")], ids=str)
+NUMERIC = [MultipleOf(16), Between(1, 4), pads_to(16), offers("lse")]
+
+
+@pytest.mark.parametrize("rule", NUMERIC, ids=[type(rule).__name__ for rule in NUMERIC])
 def test_a_value_of_another_kind_is_refused_without_a_suggestion(rule: Rule) -> None:
     assert not rule.accepts("many")
     assert rule.nearest("many") is None

@@ -121,7 +121,7 @@ def test_rows_of_one_name_compete_by_padding(with_table) -> None:
 
 
 def test_not_built_yet_stands_beside_the_other_reasons() -> None:
-    verdict = verdict_of("triton", V3.problem(q_dtype="fp32", kv_format="bf16"), BARE("sm90"))
+    verdict = verdict_of("triton", V3.problem(q_dtype="fp32", kv_format="bf16"), BARE("gfx942"))
     assert verdict.reasons == (
         "not built yet",
         "package triton is not installed",
