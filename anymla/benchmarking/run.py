@@ -2,12 +2,10 @@
 
 import os
 import platform
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from anymla.verification.batches import moved, num_sequences, spans, take
 from anymla.verification.checks import judge_ids, right_answer
 from anymla.verification.inputs import Inputs
 from anymla.verification.judge import Judgement, judge
+from anymla.verification.run import made_with
 
 VERIFIED_FLOPS = 40e9
 """Work of the fp64 reference in one verification, about; of more, some sequences are verified."""
@@ -200,15 +199,8 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "arch": machine.arch,
         "chip": cpu_model() if device.type == "cpu" else machine.device_name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": _commit(),
-        "python": platform.python_version(),
-        "anymla": anymla.__version__,
+        **made_with("torch", "triton", "transformers"),
     }
-    for name in ("torch", "triton", "transformers"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     if device.type == "cpu":
         return found | {"threads": torch.get_num_threads(), "load_1min": round(os.getloadavg()[0], 2)}
     driver = torch.version.hip or torch.version.cuda
@@ -250,15 +242,3 @@ def _batch(call: Inputs, workload: Workload) -> Batch:
 @lru_cache(maxsize=8)
 def _best_of(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     return copy_bandwidth(device), product_rate(device, dtype)
-
-
-def _commit() -> str:
-    """The commit of the checkout that this package is in; "" outside one."""
-    root = Path(anymla.__file__).parents[1]
-    if not (root / ".git").exists():
-        return ""
-    answers = []
-    for command in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--", "anymla"]):
-        git = ["git", "-C", str(root), *command]
-        answers.append(subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip())
-    return answers[0] + (" with changes" if answers[1] else "")

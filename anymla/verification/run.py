@@ -5,6 +5,7 @@ import platform
 import subprocess
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -169,27 +170,29 @@ def record(report: Report, folder: Path) -> Path:
         raise InvalidInput("record", [f"report got {len(report.failures)} failures; needs none"])
     facts = report.to_dict()
     facts.pop("failures")
-    names = ("anymla", "torch", "triton")
-    versions = {name: _version(name) for name in names if _version(name)}
-    today = datetime.now(UTC).date().isoformat()
-    made = {"date": today, "commit": _commit(), "python": platform.python_version()}
+    made = {"date": datetime.now(UTC).date().isoformat(), **made_with("torch", "triton")}
     path = folder / report.machine.arch / f"{report.backend}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**made, **versions, **facts}, indent=2) + "\n")
+    path.write_text(json.dumps({**made, **facts}, indent=2) + "\n")
     return path
+
+
+def made_with(*packages: str) -> dict[str, str]:
+    """What a record is made with: commit, Python, anymla, and those of the packages that are installed."""
+    versions = {}
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return {
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "anymla": anymla.__version__,
+        **versions,
+    }
 
 
 def _finite(share: float) -> float | None:
     return round(share, 4) if share < float("inf") else None
-
-
-def _version(name: str) -> str:
-    if name == "anymla":
-        return anymla.__version__
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def _commit() -> str:
