@@ -1,5 +1,7 @@
 """The torch custom ops: schemas, fakes and mutation are as declared, and a compiled graph has no break."""
 
+from shutil import which
+
 import pytest
 import torch
 
@@ -88,15 +90,26 @@ def test_write_cache_is_what_its_schema_says() -> None:
     assert torch.equal(args[2].view(12, 12)[4], torch.cat([args[0][0], args[1][0]]))
 
 
+COMPILERS = [
+    "aot_eager",
+    pytest.param(
+        "inductor", marks=pytest.mark.skipif(which("g++") is None, reason="inductor needs g++ here")
+    ),
+]
+
+
+# inductor's own imports warn of torch.jit.
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_compiled_graph_has_no_break(name: str) -> None:
+def test_a_compiled_graph_has_no_break(name: str, compiler: str) -> None:
     args, kwargs = call_named(name)
 
     def layer(*args, **kwargs):
         result = getattr(torch.ops.anymla, name)(*args, **kwargs)
         return result[0] * 2 if isinstance(result, tuple) else result + 1
 
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=compiler)
     assert torch.equal(compiled(*args, **kwargs), layer(*args, **kwargs))
 
 
