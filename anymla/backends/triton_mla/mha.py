@@ -234,7 +234,7 @@ def _absorb(
     steps = tl.arange(0, BLOCK_N)
     offs = key + steps
     valid = offs < stop
-    key_0 = key.to(tl.int64)
+    key_0 = tl.cast(key, tl.int64)
     scores = tl.zeros((top.shape[0], BLOCK_N), tl.float32)
     for chunk in tl.static_range(P_CHUNKS):
         cols = chunk * P_WIDTH + tl.arange(0, P_WIDTH)
