@@ -68,7 +68,7 @@ def decode(
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1. `reference.decode` is the definition.
     """
     reasons = Reasons("decode")
-    cache = _cache_of(reasons, ql_nope, q_pe, kv_cache, kv_format, k_scale)
+    cache = _cache_of(reasons, ql_nope, q_pe, kv_cache, kv_format, k_scale, check)
     batch = None
     if cache is not None:
         contract.check_queries(reasons, ql_nope, q_pe, cache, sm_scale, sinks, None, None)
@@ -142,7 +142,7 @@ def sparse_decode(
     Source: DeepSeek-V3.2, arXiv 2512.02556, section 2. `reference.sparse_decode` is the definition.
     """
     reasons = Reasons("sparse_decode")
-    cache = _cache_of(reasons, ql_nope, q_pe, kv_cache, kv_format, k_scale)
+    cache = _cache_of(reasons, ql_nope, q_pe, kv_cache, kv_format, k_scale, check)
     if cache is not None and contract.check_queries(
         reasons, ql_nope, q_pe, cache, sm_scale, sinks, None, None
     ):
@@ -240,7 +240,7 @@ def prefill(
     reasons.need(len(missing) in (0, 3), "context", ", ".join(n for n in given if n not in missing), needs)
     cache = None
     if sized and kv_cache is not None:
-        cache = plans.opened(reasons, kv_cache, kv_c.shape[-1], k_pe.shape[-1], kv_format, k_scale)
+        cache = plans.opened(reasons, kv_cache, kv_c.shape[-1], k_pe.shape[-1], kv_format, k_scale, check)
     reasons.raise_if_any()
     batch = contract.check_batch(
         reasons,
@@ -320,7 +320,7 @@ def write_cache(
     ) and contract.check_tensor(
         reasons, "k_pe", k_pe, (kv_c.shape[0], None), (kv_c.dtype,), kv_c.device, "S from kv_c"
     ):
-        cache = plans.opened(reasons, kv_cache, kv_c.shape[-1], k_pe.shape[-1], kv_format, k_scale)
+        cache = plans.opened(reasons, kv_cache, kv_c.shape[-1], k_pe.shape[-1], kv_format, k_scale, check)
         if cache is not None:
             device = cache.device
             reasons.need(
@@ -382,7 +382,7 @@ def index_topk(
             reasons, "weights", weights, (tokens, heads), (torch.float32,), q.device, "T, H from q"
         )
         reasons.need(heads > 0, "num_heads", heads, "at least 1")
-        cache = plans.opened(reasons, index_cache, width, 0, kv_format, None)
+        cache = plans.opened(reasons, index_cache, width, 0, kv_format, None, check)
         if cache is not None:
             reasons.need(
                 cache.device == q.device, "index_cache", f"device {cache.device}", f"{q.device}, that of q"
@@ -435,12 +435,13 @@ def _cache_of(
     kv_cache: Tensor | KVCache,
     kv_format: str | None,
     k_scale: Tensor | None,
+    check: bool,
 ) -> KVCache | None:
     sized = contract.check_tensor(reasons, "ql_nope", ql_nope, (None, None, None), contract.Q_DTYPES)
     sized &= contract.check_tensor(reasons, "q_pe", q_pe, (None, None, None), contract.Q_DTYPES)
     if not sized:
         return None
-    return plans.opened(reasons, kv_cache, ql_nope.shape[-1], q_pe.shape[-1], kv_format, k_scale)
+    return plans.opened(reasons, kv_cache, ql_nope.shape[-1], q_pe.shape[-1], kv_format, k_scale, check)
 
 
 def _facts(op: str, like: Tensor, cache: KVCache, *, num_heads: int) -> Problem:

@@ -480,6 +480,7 @@ def opened(
     qk_rope_head_dim: int,
     kv_format: str | None,
     k_scale: Tensor | None,
+    check: bool = False,
 ) -> kv.KVCache | None:
     """The tagged cache behind what the caller gave, or None and the reasons why it cannot be opened."""
     if isinstance(kv_cache, kv.KVCache):
@@ -501,6 +502,7 @@ def opened(
             kv_lora_rank=kv_lora_rank,
             qk_rope_head_dim=qk_rope_head_dim,
             scale=k_scale,
+            check=check,
         )
     except InvalidInput as refusal:
         reasons.found.extend(refusal.reasons)

@@ -7,9 +7,9 @@ import torch
 import triton
 from torch import Tensor
 
-from anymla.backends.triton_mla import keys
 from anymla.backends.triton_mla.attend import attend_kernel
 from anymla.backends.triton_mla.combine import combine_kernel
+from anymla.backends.triton_mla.elements import elements
 from anymla.backends.triton_mla.schedule import schedule_kernel
 from anymla.contract import Batch, DecodeArgs, SparseArgs
 from anymla.hardware.arches import ARCHES
@@ -221,7 +221,7 @@ def _attend(
 ) -> None:
     problem, launch, joining = state.problem, state.launch, launch_rows("combine", state.arch)[0]
     sparse = indices is not None
-    data, form = _elements(args, state.arch)
+    data, form = elements(args.cache, state.arch)
     table = None if batch is None else batch.block_table
     common = {
         "L": problem.kv_lora_rank,
@@ -308,22 +308,6 @@ def _attend(
             num_warps=joining.num_warps,
             **({"launch_pdl": True} if joining.overlap else {}),
         )
-
-
-def _elements(args: DecodeArgs | SparseArgs, arch: str) -> tuple[Tensor, int]:
-    """The cache as the kernel reads it on this chip, and its FORMAT."""
-    row, chip = args.cache.format, ARCHES.get(arch)
-    flavour = "e4m3fnuz" if row.value_dtype == torch.float8_e4m3fnuz else "e4m3fn"
-    native = chip is not None and chip.has_fp8 and chip.fp8_flavour == flavour
-    fnuz = flavour == "e4m3fnuz"
-    if row.tile:
-        tiled = (keys.TILED_FN, keys.TILED_FNUZ) if native else (keys.TILED_FN_BYTES, keys.TILED_FNUZ_BYTES)
-        return args.cache.data, tiled[fnuz].value
-    if not row.scaled:
-        return args.cache.data, keys.PLAIN.value
-    if native:
-        return args.cache.data, keys.PLAIN.value
-    return args.cache.storage, (keys.FP8_FN_BYTES, keys.FP8_FNUZ_BYTES)[fnuz].value
 
 
 def _invariant(problem: Problem) -> bool:
