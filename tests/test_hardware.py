@@ -2,6 +2,7 @@
 
 import ctypes
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -70,7 +71,7 @@ def test_a_chip_without_a_row_still_is_a_machine() -> None:
 def test_the_machine_of_a_cpu_device_is_the_cpu(device: object) -> None:
     machine = this_machine(device)
     assert (machine.arch, machine.assumed) == ("cpu", False)
-    assert dict(machine.packages)["torch"] == torch.__version__
+    assert dict(machine.packages)["torch"] == version("torch")
 
 
 def test_the_machine_of_a_device_without_memory_is_no_chip() -> None:
@@ -216,4 +217,4 @@ def test_a_knob_may_be_set_to_a_fact_of_the_call() -> None:
 
 
 def test_what_is_installed_is_known_without_importing_it() -> None:
-    assert dict(installed_packages())["torch"] == torch.__version__
+    assert dict(installed_packages())["torch"] == version("torch")
