@@ -1,7 +1,8 @@
 """The attention kernel: rows of one sequence in tiles, keys from pages or from indices, work cut evenly.
 
 A tile is up to BLOCK_M rows (query token, head) of one sequence, so a verify block reads the cache once.
-The key blocks of all tiles stand in one line, which is cut into one stretch a program (see `schedule`). A
+The key blocks of all tiles stand in one line, the first tile of every sequence before any second one (so
+that programs which run together share keys), which is cut into one stretch a program (see `schedule`). A
 tile that one program covers alone is written out at once; the pieces of any other go to the workspace, for
 `combine`. A batch-invariant line has PIECES items a tile instead, of PIECE_BLOCKS blocks each, and is cut
 between items only.
@@ -72,7 +73,6 @@ def attend_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    TILES_A_SEQ: tl.constexpr,
     INVARIANT: tl.constexpr,
     PIECES: tl.constexpr,
     PIECE_BLOCKS: tl.constexpr,
@@ -107,31 +107,11 @@ def attend_kernel(
     offs_n = tl.arange(0, BLOCK_N)
 
     for item in range(first_item, end_item):
-        # All that depends on the item alone is asked for at once, before anything waits for it.
-        tile = item // PIECES
-        seq = tile // TILES_A_SEQ
-        first_row = (tile % TILES_A_SEQ) * BLOCK_M
-        item_start = tl.load(line + item)
-        item_end = tl.load(line + item + 1)
-        if SPARSE:
-            q_start = seq
-            q_len = 1
-            seq_len = tl.load(counts + seq) if HAS_COUNTS else num_keys
-        else:
-            q_start = tl.load(qo_indptr + seq)
-            q_len = tl.load(qo_indptr + seq + 1) - q_start
-            seq_len = tl.load(seq_lens + seq)
-        lo = tl.maximum(start, item_start) - item_start
-        hi = tl.minimum(end, item_end) - item_start
+        seq, first_row, q_start, q_len, seq_len, lo, hi, whole, slot = placed_item(
+            item, first_item, start, end, program, line, seq_lens, qo_indptr, counts, num_seqs, num_keys,
+            BLOCK_M, INVARIANT, PIECES, PIECE_BLOCKS, SPARSE, HAS_COUNTS,
+        )  # fmt: skip
         if lo < hi:
-            if not INVARIANT:
-                whole = (lo == 0) & (hi == item_end - item_start)
-                slot = 2 * program + (item != first_item).to(tl.int32)
-            else:
-                whole = tl.load(line + (tile + 1) * PIECES) - tl.load(line + tile * PIECES) <= PIECE_BLOCKS
-                slot = item
-                lo += item % PIECES * PIECE_BLOCKS
-                hi += item % PIECES * PIECE_BLOCKS
             rows = first_row + tl.arange(0, BLOCK_M)
             tokens = rows // num_heads
             heads = rows % num_heads
@@ -266,6 +246,42 @@ def attend_kernel(
                     tl.store(o_row + o_cols * stride_od, nothing, mask=o_cols < L)
                 if HAS_LSE:
                     tl.store(lse + row * stride_lt + head * stride_lh, float("-inf"))
+
+
+@triton.jit
+def placed_item(
+    item, first_item, start, end, program, line, seq_lens, qo_indptr, counts, num_seqs, num_keys,
+    BLOCK_M: tl.constexpr, INVARIANT: tl.constexpr, PIECES: tl.constexpr, PIECE_BLOCKS: tl.constexpr,
+    SPARSE: tl.constexpr, HAS_COUNTS: tl.constexpr,
+):  # fmt: skip
+    """What a stretch does of an item: whose rows, which key blocks lo to hi, whether alone, else its slot."""
+    # All that depends on the item alone is asked for at once, before anything waits for it.
+    tile = item // PIECES
+    seq = tile % num_seqs
+    first_row = tile // num_seqs * BLOCK_M
+    item_start = tl.load(line + item)
+    item_end = tl.load(line + item + 1)
+    if SPARSE:
+        q_start = seq
+        q_len = seq * 0 + 1
+        seq_len = tl.load(counts + seq) if HAS_COUNTS else seq * 0 + num_keys
+    else:
+        q_start = tl.load(qo_indptr + seq)
+        q_len = tl.load(qo_indptr + seq + 1) - q_start
+        seq_len = tl.load(seq_lens + seq)
+    lo = tl.maximum(start, item_start) - item_start
+    hi = tl.minimum(end, item_end) - item_start
+    if not INVARIANT:
+        whole = (lo == 0) & (hi == item_end - item_start)
+        slot = 2 * program + (item != first_item).to(tl.int32)
+    else:
+        tile_start = tl.load(line + tile * PIECES)
+        tile_end = tl.load(line + (tile + 1) * PIECES)
+        whole = tile_end - tile_start <= PIECE_BLOCKS
+        slot = item
+        lo += item % PIECES * PIECE_BLOCKS
+        hi += item % PIECES * PIECE_BLOCKS
+    return seq, first_row, q_start, q_len, seq_len, lo, hi, whole, slot
 
 
 @triton.jit

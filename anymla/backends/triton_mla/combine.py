@@ -17,7 +17,7 @@ def combine_kernel(
     sinks,
     out,
     lse,
-    num_stretches,
+    num_seqs,
     num_heads,
     stride_ot,
     stride_oh,
@@ -30,7 +30,6 @@ def combine_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
     NUM_STAGES: tl.constexpr,
-    TILES_A_SEQ: tl.constexpr,
     INVARIANT: tl.constexpr,
     PIECES: tl.constexpr,
     PIECE_BLOCKS: tl.constexpr,
@@ -64,8 +63,8 @@ def combine_kernel(
         first_slot = slot
         slot_step = 1
     if pieces > 0:
-        seq = tile // TILES_A_SEQ
-        tile_row = tile % TILES_A_SEQ * BLOCK_M + row
+        seq = tile % num_seqs
+        tile_row = tile // num_seqs * BLOCK_M + row
         token = tile_row // num_heads
         head = tile_row % num_heads
         if SPARSE:

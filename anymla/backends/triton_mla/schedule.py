@@ -13,11 +13,11 @@ def schedule_kernel(
     line,
     stretches,
     num_items,
+    num_seqs,
     num_heads,
     num_keys,
     num_stretches,
     least_blocks,
-    TILES_A_SEQ: tl.constexpr,
     INVARIANT: tl.constexpr,
     PIECES: tl.constexpr,
     PIECE_BLOCKS: tl.constexpr,
@@ -34,8 +34,8 @@ def schedule_kernel(
     least = _NEVER
     for first in range(0, num_items, CHUNK):
         blocks = _blocks(
-            first + tl.arange(0, CHUNK), seq_lens, qo_indptr, num_items, num_heads, num_keys,
-            TILES_A_SEQ, INVARIANT, PIECES, PIECE_BLOCKS, BLOCK_M, BLOCK_N, CAUSAL, SPARSE,
+            first + tl.arange(0, CHUNK), seq_lens, qo_indptr, num_items, num_seqs, num_heads, num_keys,
+            INVARIANT, PIECES, PIECE_BLOCKS, BLOCK_M, BLOCK_N, CAUSAL, SPARSE,
         )  # fmt: skip
         total += tl.sum(blocks, 0)
         most = tl.maximum(most, tl.max(blocks, 0))
@@ -57,8 +57,8 @@ def schedule_kernel(
     for first in range(0, num_items, CHUNK):
         items = first + tl.arange(0, CHUNK)
         blocks = _blocks(
-            items, seq_lens, qo_indptr, num_items, num_heads, num_keys,
-            TILES_A_SEQ, INVARIANT, PIECES, PIECE_BLOCKS, BLOCK_M, BLOCK_N, CAUSAL, SPARSE,
+            items, seq_lens, qo_indptr, num_items, num_seqs, num_heads, num_keys,
+            INVARIANT, PIECES, PIECE_BLOCKS, BLOCK_M, BLOCK_N, CAUSAL, SPARSE,
         )  # fmt: skip
         inside = items < num_items
         begins = placed + tl.cumsum(blocks, 0) - blocks
@@ -89,16 +89,16 @@ def schedule_kernel(
 
 @triton.jit
 def _blocks(
-    items, seq_lens, qo_indptr, num_items, num_heads, num_keys,
-    TILES_A_SEQ: tl.constexpr, INVARIANT: tl.constexpr, PIECES: tl.constexpr, PIECE_BLOCKS: tl.constexpr,
+    items, seq_lens, qo_indptr, num_items, num_seqs, num_heads, num_keys,
+    INVARIANT: tl.constexpr, PIECES: tl.constexpr, PIECE_BLOCKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, SPARSE: tl.constexpr,
 ):  # fmt: skip
     """Key blocks of each item; 0 for an item without rows, at least 1 for a tile with rows to write."""
     inside = items < num_items
     tiles = items // PIECES
-    seqs = tiles // TILES_A_SEQ
-    first_row = tiles % TILES_A_SEQ * BLOCK_M
+    seqs = tiles % num_seqs
+    first_row = tiles // num_seqs * BLOCK_M
     if SPARSE:
         visible = tl.zeros_like(items) + num_keys
         has_rows = inside & (first_row < num_heads)
