@@ -21,6 +21,7 @@ class Launch:
         swap: Whether products are transposed, for matrix instructions that want more rows than the tile has.
         widest: The widest key or value that its registers hold; a row with a width is for the shapes that
             no narrower one takes. 0: any.
+        wgmma: Whether warpgroups multiply from on-chip memory, copies and products placed by hand.
     """
 
     block_m: int
@@ -32,6 +33,7 @@ class Launch:
     overlap: bool = False
     swap: bool = False
     widest: int = 0
+    wgmma: bool = False
 
 
 _CDNA_PREFILL = (
@@ -49,6 +51,7 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
     ("attend", "sm90"): (
         Launch(block_m=16, block_n=64, num_warps=4, num_stages=3, chunk=256),
         Launch(block_m=32, block_n=64, num_warps=8, num_stages=3),
+        Launch(block_m=64, block_n=64, num_warps=8, num_stages=2, chunk=512, wgmma=True),
         Launch(block_m=64, block_n=64, num_warps=8, num_stages=2, chunk=512),
     ),
     ("combine", "*"): (Launch(block_m=1, block_n=32, num_warps=4, num_stages=1),),

@@ -8,6 +8,7 @@ import triton
 from torch import Tensor
 
 from anymla.backends.triton_mla.attend import attend_kernel
+from anymla.backends.triton_mla.attend_wgmma import attend_wgmma_kernel
 from anymla.backends.triton_mla.combine import combine_kernel
 from anymla.backends.triton_mla.elements import elements
 from anymla.backends.triton_mla.schedule import schedule_kernel
@@ -142,12 +143,27 @@ def _launch_for(problem: Problem, machine: Machine, rows: int) -> Launch:
     chip = ARCHES.get(machine.arch)
     room = chip.shared_bytes if chip is not None else 0
     fits = [
-        row for row in launch_rows("attend", machine.arch) if not room or shared_bytes(row, problem) <= room
+        row
+        for row in launch_rows("attend", machine.arch)
+        if (not room or shared_bytes(row, problem) <= room)
+        and not (row.wgmma and wgmma_refusal(problem))
     ]
     assert fits, f"no launch row of attend fits {problem} on {machine.arch}"
     enough = [row.block_m for row in fits if row.block_m >= rows]
     block_m = min(enough) if enough else max(row.block_m for row in fits)
     return next(row for row in fits if row.block_m == block_m)
+
+
+def wgmma_refusal(problem: Problem) -> str | None:
+    """Why the kernel whose copies are placed by hand does not take this problem."""
+    latent, rope = problem.kv_lora_rank, problem.qk_rope_head_dim
+    if latent not in (128, 256, 512):
+        return f"kv_lora_rank got {latent}; needs 128, 256 or 512"
+    if rope not in (0, 16, 32, 64, 128):
+        return f"qk_rope_head_dim got {rope}; needs 0, 16, 32, 64 or 128"
+    if problem.kv_format != problem.q_dtype:
+        return f"kv_format got {problem.kv_format}; needs that of the queries, {problem.q_dtype}"
+    return None
 
 
 def shared_bytes(launch: Launch, problem: Problem) -> int:
@@ -225,7 +241,6 @@ def _attend(
     table = None if batch is None else batch.block_table
     common = {
         "L": problem.kv_lora_rank,
-        "L_PADDED": state.part_out.shape[-1],
         "BLOCK_M": launch.block_m,
         "INVARIANT": _invariant(problem),
         "PIECES": state.pieces,
@@ -237,7 +252,33 @@ def _attend(
     }
     out_strides = (*args.out.stride(), *(args.lse.stride() if args.lse is not None else (0, 0)))
     indptr = None if batch is None else batch.qo_indptr
-    attend_kernel[(state.num_stretches,)](
+    strides = (data.stride(0), data.stride(1))
+    # Copies of 16 bytes are only known to be possible where these are multiples.
+    by_hand = launch.wgmma and all(n % 16 == 0 for n in (*strides, data.data_ptr()))
+    constants = common | {
+        "R": problem.qk_rope_head_dim,
+        "BLOCK_N": launch.block_n,
+        "BLOCK_SIZE": problem.block_size,
+        "FORMAT": form,
+        "CAUSAL": state.causal,
+        "HAS_COUNTS": counts is not None,
+        "HAS_SCALE": args.cache.scale is not None,
+    }
+    if by_hand:
+        kernel, own = attend_wgmma_kernel, {}
+    else:
+        kernel, own = (
+            attend_kernel,
+            {
+                "L_PADDED": state.part_out.shape[-1],
+                "CHUNKS": state.chunks,
+                "R_PADDED": _padded(problem.qk_rope_head_dim),
+                "AHEAD": data.dtype.itemsize == 1,
+                "SWAP": launch.swap,
+                "num_stages": launch.num_stages,
+            },
+        )
+    kernel[(state.num_stretches,)](
         args.ql_nope,
         args.q_pe,
         data,
@@ -261,25 +302,13 @@ def _attend(
         0 if indices is None else indices.shape[1],
         *args.ql_nope.stride(),
         *args.q_pe.stride(),
-        data.stride(0),
-        data.stride(1),
+        *strides,
         *((0, 0) if table is None else table.stride()),
         *((0, 0) if indices is None else indices.stride()),
         *out_strides,
-        R=problem.qk_rope_head_dim,
-        CHUNKS=state.chunks,
-        R_PADDED=_padded(problem.qk_rope_head_dim),
-        BLOCK_N=launch.block_n,
-        BLOCK_SIZE=problem.block_size,
-        FORMAT=form,
-        CAUSAL=state.causal,
-        HAS_COUNTS=counts is not None,
-        HAS_SCALE=args.cache.scale is not None,
-        AHEAD=data.dtype.itemsize == 1,
-        SWAP=launch.swap,
-        **common,
+        **constants,
+        **own,
         num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
     )
     if not _invariant(problem):
         cuts = state.num_stretches - 1
@@ -300,6 +329,7 @@ def _attend(
             state.num_seqs,
             problem.num_heads,
             *out_strides,
+            L_PADDED=columns,
             WIDTH=width,
             BLOCK_P=joining.block_n,
             NUM_STAGES=joining.num_stages,
