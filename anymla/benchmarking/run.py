@@ -3,7 +3,7 @@
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -13,19 +13,46 @@ import torch
 
 import anymla
 from anymla import api, plans
-from anymla.benchmarking.timing import Timing, copy_bandwidth, product_rate, time_in_turns
+from anymla.benchmarking.inputs import drawn_inputs
+from anymla.benchmarking.sample import Verified, verified
+from anymla.benchmarking.timing import (
+    Timing,
+    captured,
+    copy_bandwidth,
+    host_seconds,
+    product_rate,
+    time_in_turns,
+)
 from anymla.benchmarking.workloads import DTYPES, Workload
-from anymla.contract import AttentionOutput, Batch
+from anymla.contract import Batch
 from anymla.hardware.probe import this_machine
 from anymla.problem import Feature
-from anymla.verification.batches import moved, num_sequences, spans, take
-from anymla.verification.checks import judge_ids, right_answer
+from anymla.verification.batches import spans
 from anymla.verification.inputs import Inputs
-from anymla.verification.judge import Judgement, judge
 from anymla.verification.run import made_with
 
-VERIFIED_FLOPS = 40e9
-"""Work of the fp64 reference in one verification, about; of more, some sequences are verified."""
+
+@dataclass(frozen=True)
+class Planned:
+    """A call, ready to run.
+
+    Attributes:
+        backend: Which backend runs it.
+        run: Runs it into the same outputs every time.
+        plan: What `run` runs; None for operations that have no plan.
+        batch: Describes the step anew; None where that is not how the operation is planned.
+    """
+
+    backend: str
+    run: Callable[[], Any]
+    plan: Any = None
+    batch: Callable[[], Batch] | None = None
+
+    @property
+    def launch(self) -> dict[str, Any] | None:
+        """The launch row of its main kernel, where a backend says so."""
+        row = getattr(getattr(self.plan, "state", None), "launch", None)
+        return asdict(row) if is_dataclass(row) and not isinstance(row, type) else None
 
 
 @dataclass(frozen=True)
@@ -35,20 +62,27 @@ class Record:
     Attributes:
         workload: What was run.
         backend: Which backend ran it.
-        judgement: Of the result of the call that was timed.
-        verified: How many of its sequences were judged.
+        launch: The launch row of its main kernel, or None.
+        verified: Of the result of the call that was timed.
         timing: None if the result is wrong.
         copy_bandwidth: Bytes a second that a large copy moves here.
         product_rate: Multiplications and additions a second of a large fp32 or, on a GPU, q_dtype product.
+        planning: Times of planning the step, where that was asked for.
     """
 
     workload: Workload
     backend: str
-    judgement: Judgement
-    verified: int
+    launch: dict[str, Any] | None
+    verified: Verified
     timing: Timing | None
     copy_bandwidth: float
     product_rate: float
+    planning: dict[str, float] | None = None
+
+    @property
+    def passed(self) -> bool:
+        """Whether the result is right."""
+        return self.verified.judgement.passed
 
     @property
     def bandwidth_share(self) -> float | None:
@@ -66,7 +100,7 @@ class Record:
     def to_dict(self) -> dict[str, Any]:
         """The record, flat, without where and when it was made."""
         work, p = self.workload, self.workload.problem
-        share = self.judgement.share
+        share = self.verified.judgement.share
         return {
             "workload": work.id,
             "model": work.model,
@@ -75,17 +109,21 @@ class Record:
             "num_heads": p.num_heads,
             "batch": work.batch,
             "context": work.context,
+            **({"turns": list(work.turns)} if work.turns else {}),
             "q_len": p.q_len,
             "q_dtype": p.q_dtype,
             "kv_format": p.kv_format,
             "block_size": p.block_size,
             "topk": p.topk,
             "backend": self.backend,
-            "passed": self.judgement.passed,
-            "reasons": list(self.judgement.reasons),
+            **({"launch": self.launch} if self.launch else {}),
+            "passed": self.passed,
+            "reasons": list(self.verified.judgement.reasons),
             "share_of_budget": round(share, 4) if share < float("inf") else None,
-            "verified_sequences": self.verified,
+            "verified_rows": self.verified.rows,
+            "verified_heads": self.verified.heads,
             **(self.timing.to_dict() if self.timing else {}),
+            **(self.planning or {}),
             "num_bytes": work.num_bytes,
             "flops": work.flops,
             "bandwidth_share": self.bandwidth_share,
@@ -93,14 +131,24 @@ class Record:
         }
 
 
-def bench(workload: Workload, backend: str, device: torch.device, *, repeats: int = 20) -> Record:
-    """Verify a workload, then time it.
+def bench(
+    workload: Workload,
+    backend: str,
+    device: torch.device,
+    *,
+    repeats: int = 20,
+    planning: bool = False,
+    call: Inputs | None = None,
+) -> Record:
+    """Verify a workload, then time it, on a GPU as a captured graph.
 
     Args:
         workload: What to run.
         backend: A name in BACKENDS, or "auto".
         device: Where.
         repeats: Timed calls.
+        planning: Time the planning of the step as well.
+        call: Its tensors, where they are there already. None: they are drawn.
 
     Returns:
         The record; without a timing if the result is wrong.
@@ -108,17 +156,46 @@ def bench(workload: Workload, backend: str, device: torch.device, *, repeats: in
     Raises:
         NoBackend: nothing, or not the named backend, takes the workload.
     """
-    call = workload.inputs()
-    name, run = planned(moved(call, device), workload, backend)
-    judgement, verified = verified_result(call, run(), workload)
-    timing = None
-    if judgement.passed:
-        timing = time_in_turns({"run": run}, device, repeats=repeats)["run"]
+    call = drawn_inputs(workload, device) if call is None else call
+    ready = planned(call, workload, backend)
+    if planning and ready.batch is not None:
+        ready.plan.update(ready.batch())
+    found = verified(call, ready.run())
+    timing = times = None
+    if found.judgement.passed:
+        timing = time_in_turns({"run": captured(ready.run, device)}, device, repeats=repeats)["run"]
+        times = planning_times(ready, device, repeats) if planning else None
     dtype = torch.float32 if device.type == "cpu" else DTYPES[workload.problem.q_dtype]
-    return Record(workload, name, judgement, verified, timing, *_best_of(device, dtype))
+    best = best_of(device, dtype)
+    return Record(workload, ready.backend, ready.launch, found, timing, *best, planning=times)
 
 
-def planned(call: Inputs, workload: Workload, backend: str) -> tuple[str, Callable[[], Any]]:
+def planning_times(ready: Planned, device: torch.device, repeats: int) -> dict[str, float]:
+    """Microseconds that a new step takes before its first layer: on the host, and on the device beside it.
+
+    Args:
+        ready: A decode.
+        device: Where it runs.
+        repeats: Of each.
+
+    Returns:
+        plan_host_us of `plan.update`, batch_host_us of `Batch.of` before it, and plan_device_us of what the
+        update leaves to the device; the last is 0 on a CPU.
+    """
+    assert ready.batch is not None
+    batch, update = ready.batch(), ready.plan.update
+    found = {
+        "plan_host_us": host_seconds(lambda: update(batch), device).median_us,
+        "batch_host_us": host_seconds(ready.batch, device).median_us,
+        "plan_device_us": 0.0,
+    }
+    if device.type != "cpu":
+        replay = captured(lambda: update(batch), device)
+        found["plan_device_us"] = time_in_turns({"": replay}, device, repeats=repeats)[""].median_us
+    return {name: round(value, 2) for name, value in found.items()}
+
+
+def planned(call: Inputs, workload: Workload, backend: str) -> Planned:
     """Plan a call once.
 
     Args:
@@ -127,18 +204,19 @@ def planned(call: Inputs, workload: Workload, backend: str) -> tuple[str, Callab
         backend: A name in BACKENDS, or "auto".
 
     Returns:
-        The name of the backend, and a function that runs the call into the same outputs every time. The
-        indexer has no plan: its function plans and runs.
+        What runs it. The indexer and the cache write have no plan: they are planned and run every time.
 
     Raises:
         NoBackend: nothing, or not the named backend, takes the call.
     """
     p, options, like = workload.problem, call.options, call.tensors[0]
-    if p.op == "index_topk":
-        ids = torch.empty(call.shape, dtype=torch.int32, device=like.device)
+    if p.op in ("index_topk", "write_cache"):
         chosen = anymla.explain(p, this_machine(like.device)) if backend == "auto" else ()
         name = next((v.backend.name for v in chosen if v.accepted), backend)
-        return name, lambda: api.index_topk(*call.tensors, **options, out=ids, backend=backend)
+        if p.op == "write_cache":
+            return Planned(name, lambda: api.write_cache(*call.tensors, backend=backend))
+        ids = torch.empty(call.shape, dtype=torch.int32, device=like.device)
+        return Planned(name, lambda: api.index_topk(*call.tensors, **options, out=ids, backend=backend))
     has_lse = Feature.LSE in p.features
     facts: dict[str, Any] = {
         "num_heads": p.num_heads,
@@ -154,42 +232,22 @@ def planned(call: Inputs, workload: Workload, backend: str) -> tuple[str, Callab
         "sm_scale": options["sm_scale"],
         "sinks": options["sinks"],
         "return_lse": has_lse,
-        "out": torch.empty(call.shape, dtype=like.dtype, device=like.device),
-        "lse": torch.empty(call.shape[:2], device=like.device) if has_lse else None,
+        "out": torch.full(call.shape, torch.nan, dtype=like.dtype, device=like.device),
+        "lse": torch.full(call.shape[:2], torch.nan, device=like.device) if has_lse else None,
     }
     if p.op == "sparse_decode":
         place = {"topk": p.topk, "block_size": p.block_size, "device": like.device}
         sparse = plans.plan_sparse_decode(call.num_rows, **place, **facts)
-        return sparse.backend, lambda: sparse.run(*call.tensors, indices=options["indices"], **step)
-    batch = _batch(call, workload)
+        step["indices"] = options["indices"]
+        return Planned(sparse.backend, lambda: sparse.run(*call.tensors, **step), sparse)
+    describe = _describer(call, workload)
     if p.op == "decode":
-        decode = plans.plan_decode(batch, **facts)
-        return decode.backend, lambda: decode.run(*call.tensors, **step)
+        decode = plans.plan_decode(describe(), **facts)
+        return Planned(decode.backend, lambda: decode.run(*call.tensors, **step), decode, describe)
     facts |= {"qk_nope_head_dim": p.qk_nope_head_dim, "v_head_dim": p.v_head_dim}
-    prefill = plans.plan_prefill(batch, **facts)
-    return prefill.backend, lambda: prefill.run(*call.tensors, kv_cache=options.get("cache"), **step)
-
-
-def verified_result(call: Inputs, got: Any, workload: Workload) -> tuple[Judgement, int]:
-    """Judge a result, or as many of its sequences as VERIFIED_FLOPS allow, the last ones.
-
-    Args:
-        call: On the CPU.
-        got: AttentionOutput or ids, on any device.
-        workload: What it is a call of.
-
-    Returns:
-        The judgement, and how many sequences it is of.
-    """
-    count = num_sequences(call)
-    wanted = max(1, min(count, int(VERIFIED_FLOPS * count / max(workload.flops, 1))))
-    sequences = list(range(count - wanted, count))
-    part, rows = take(call, sequences)
-    if call.op == "index_topk":
-        return judge_ids(part, got.cpu()[rows]), wanted
-    exact, runs = right_answer(part)
-    lse = None if got.lse is None else got.lse.cpu()[rows]
-    return judge(AttentionOutput(got.out.cpu()[rows], lse), exact, *runs), wanted
+    prefill = plans.plan_prefill(describe(), **facts)
+    step["kv_cache"] = options.get("cache")
+    return Planned(prefill.backend, lambda: prefill.run(*call.tensors, **step), prefill)
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
@@ -218,27 +276,31 @@ def cpu_model() -> str:
     return f"{name} (family {facts.get('cpu family', '?')}, model {facts.get('model', '?')})"
 
 
-def _batch(call: Inputs, workload: Workload) -> Batch:
+def _describer(call: Inputs, workload: Workload) -> Callable[[], Batch]:
+    """What describes the step of a call from the integers that a server has."""
     options, p = call.options, workload.problem
     cached = p.op == "decode" or "cache" in options
     rows = [len(span) for span in spans(call)]
-    before = workload.context if p.op == "prefill" else workload.context - p.q_len
     ends = [0]
     for count in rows:
         ends.append(ends[-1] + count)
-    return Batch.of(
-        seq_lens=options["seq_lens"] if cached else options["qo_indptr"].diff(),
+    new = 0 if p.op == "decode" else p.q_len
+    lens = [n + new for n in workload.lens]
+    seq_lens = options["seq_lens"] if cached else options["qo_indptr"].diff()
+    return lambda: Batch.of(
+        seq_lens=seq_lens,
         block_table=options.get("block_table"),
         qo_indptr=options["qo_indptr"],
         block_size=p.block_size if cached else 1,
         causal=options["causal"],
         num_tokens=call.num_rows,
-        seq_lens_host=[before + count for count in rows],
+        seq_lens_host=lens,
         qo_indptr_host=ends,
         new_tokens_are_cached=p.op == "decode",
     )
 
 
 @lru_cache(maxsize=8)
-def _best_of(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+def best_of(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Copy bandwidth and product rate of a device, measured once a process."""
     return copy_bandwidth(device), product_rate(device, dtype)

@@ -19,7 +19,7 @@ def bench(
     ] = "auto",
     model: Annotated[str, typer.Option(help="Name of a model.")] = "deepseek-v3",
     tp: Annotated[int, typer.Option(help="Tensor parallel size; splits the heads.")] = 8,
-    op: Annotated[str, typer.Option(help="decode, sparse_decode, prefill or index_topk.")] = "decode",
+    op: Annotated[str, typer.Option(help="decode, sparse_decode, prefill, write_cache or index_topk.")] = "decode",
     batch: Annotated[
         list[int] | None, typer.Option(help="Sequences; may be repeated.  [default: 1 4]")
     ] = None,
@@ -81,7 +81,7 @@ def bench(
                 file.write(line + "\n")
     if not in_json:
         _show(records, made)
-    raise typer.Exit(0 if all(found.judgement.passed for found in records) else 1)
+    raise typer.Exit(0 if all(found.passed for found in records) else 1)
 
 
 def _device(backend: str) -> str:
@@ -124,7 +124,7 @@ def _show(records: Sequence["Record"], made: dict[str, Any]) -> None:
             row += ["[red]wrong[/]", *[""] * 4]
         else:
             first, third = record.timing.quartiles_us
-            row += [f"[green]{record.judgement.share:.2f}[/]", _time(record.timing.median_us)]
+            row += [f"[green]{record.verified.judgement.share:.2f}[/]", _time(record.timing.median_us)]
             row += [f"{_time(first)} to {_time(third)}"]
             row += [f"{record.bandwidth_share:.1%}", f"{record.product_share:.1%}"]
         table.add_row(*row)
@@ -139,7 +139,7 @@ def _show(records: Sequence["Record"], made: dict[str, Any]) -> None:
     )
     console.print(table)
     for record in wrong:
-        console.print(f"[red]{record.workload.id}[/]: {escape('; '.join(record.judgement.reasons))}")
+        console.print(f"[red]{record.workload.id}[/]: {escape('; '.join(record.verified.judgement.reasons))}")
 
 
 def _time(microseconds: float) -> str:

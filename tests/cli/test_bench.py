@@ -8,7 +8,7 @@ import torch
 from typer.testing import CliRunner, Result
 
 from anymla.backends import cpu_mla
-from anymla.benchmarking import run, timing
+from anymla.benchmarking import run, sample, timing
 from anymla.benchmarking.timing import Timing, time_in_turns
 from anymla.benchmarking.workloads import workloads
 from anymla.cli import app
@@ -22,9 +22,9 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Copies and products that take no time."""
     monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 1 << 16})
     monkeypatch.setattr(timing, "PRODUCT_SIZE", {"cpu": 32})
-    run._best_of.cache_clear()
+    run.best_of.cache_clear()
     yield
-    run._best_of.cache_clear()
+    run.best_of.cache_clear()
 
 
 def bench(*arguments: str) -> Result:
@@ -44,14 +44,15 @@ def records(*arguments: str) -> list[dict[str, object]]:
         ("sparse_decode", "deepseek-v3.2", ("--topk", "33", "--kv", "fp8_ds_mla")),
         ("prefill", "deepseek-v3", ("--q-len", "9", "--kv", "bf16")),
         ("index_topk", "deepseek-v3.2", ("--topk", "7")),
+        ("write_cache", "deepseek-v3", ("--kv", "fp8_ds_mla")),
     ],
 )
 def test_each_operation_gives_a_record_that_says_what_was_timed_where(op, model, more):
     (found,) = records("--op", op, "--model", model, *SMALL, *more)
     assert (found["op"], found["backend"], found["batch"], found["context"]) == (op, "cpu", 2, 70)
-    assert found["passed"] and found["verified_sequences"] == 2
+    assert found["passed"] and found["verified_rows"] == 2 * found["q_len"]
     assert 0 < found["least_us"] <= found["q1_us"] <= found["median_us"] <= found["q3_us"]
-    assert found["bandwidth_share"] > 0 and found["product_share"] > 0
+    assert found["bandwidth_share"] > 0 and (found["product_share"] > 0) == (op != "write_cache")
     assert {"chip", "date", "commit", "torch", "python", "threads"} <= set(found)
 
 
@@ -95,8 +96,8 @@ def test_records_are_appended_one_a_line(tmp_path):
     ("arguments", "reasons"),
     [
         (
-            ("--model", "gpt", "--op", "write_cache", "--q-len", "0"),
-            ("model got 'gpt'", "op got write_cache", "q_len got 0"),
+            ("--model", "gpt", "--op", "copy", "--q-len", "0"),
+            ("model got 'gpt'", "op got copy", "q_len got 0"),
         ),
         (("--context", "0"), ("context got 0; needs at least 1",)),
         (("--backend", "nowhere"), ("backend got 'nowhere'",)),
@@ -122,10 +123,12 @@ def test_work_is_counted_as_the_formulas_say():
     assert sparse.keys_read == 2048
 
 
-def test_only_as_many_sequences_are_verified_as_their_work_allows(monkeypatch: pytest.MonkeyPatch):
-    (work,) = workloads("deepseek-v3", tp=128, batches=(5,), contexts=(20,), q_dtype="fp32")
-    monkeypatch.setattr(run, "VERIFIED_FLOPS", work.flops * 0.45)
-    assert run.bench(work, "cpu", CPU, repeats=1).verified == 2
+def test_only_as_many_rows_are_verified_as_their_work_allows(monkeypatch: pytest.MonkeyPatch):
+    (work,) = workloads("deepseek-v3", tp=128, batches=(9,), contexts=(20,), q_dtype="fp32")
+    monkeypatch.setattr(sample, "VERIFIED_FLOPS", work.flops / 9 * sample.MOST_HEADS * 5.5)
+    assert run.bench(work, "cpu", CPU, repeats=1).verified.rows == 5
+    monkeypatch.setattr(sample, "VERIFIED_FLOPS", 0)
+    assert run.bench(work, "cpu", CPU, repeats=1).verified.rows == sample.FEWEST_ROWS
 
 
 def test_calls_are_timed_in_turns_and_undone_outside_the_time():
