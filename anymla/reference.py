@@ -3,9 +3,9 @@
 T query tokens, B sequences, H heads, L = kv_lora_rank, R = qk_rope_head_dim, P = qk_nope_head_dim,
 V = v_head_dim, S new tokens of latent, K indices a query token.
 
-Inputs are those that `contract` accepts, on any device. Results are fp64 on the CPU. Values that are live
-propagate as softmax arithmetic has it: a score of NaN or +inf makes its row NaN, a score of -inf is a key of
-weight 0, and a row whose scores are all -inf attends to nothing.
+Inputs are those that `contract` accepts, on any device; results are fp64 on the device of the queries. Values
+that are live propagate as softmax arithmetic has it: a score of NaN or +inf makes its row NaN, a score of -inf
+is a key of weight 0, and a row whose scores are all -inf attends to nothing.
 """
 
 import math
@@ -57,7 +57,7 @@ def decode(
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
     """
     q = torch.cat((_fp64(ql_nope), _fp64(q_pe)), -1)
-    out, lse = _empty_rows(ql_nope.shape[0], ql_nope.shape[1], ql_nope.shape[2])
+    out, lse = _empty_rows(ql_nope, ql_nope.shape[2])
     for sequence, seq_len, rows in _sequences(seq_lens, qo_indptr):
         if not rows:
             continue
@@ -100,7 +100,7 @@ def sparse_decode(
     Source: DeepSeek-V3.2, arXiv 2512.02556, section 2.
     """
     q = torch.cat((_fp64(ql_nope), _fp64(q_pe)), -1)
-    out, lse = _empty_rows(ql_nope.shape[0], ql_nope.shape[1], ql_nope.shape[2])
+    out, lse = _empty_rows(ql_nope, ql_nope.shape[2])
     for row in range(q.shape[0]):
         slots = indices[row].to(torch.int64)
         if counts is not None:
@@ -163,7 +163,7 @@ def prefill(
         contexts = _context_lens(indptr, block_table, seq_lens)
     q_nope, q_pe, kv_c, k_pe, w_uk, w_uv = map(_fp64, (q_nope, q_pe, kv_c, k_pe, w_uk, w_uv))
     latent_width = kv_c.shape[1]
-    out, lse = _empty_rows(q_nope.shape[0], q_nope.shape[1], w_uv.shape[2])
+    out, lse = _empty_rows(q_nope, w_uv.shape[2])
 
     def expand(latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         """Keys [H, n, P + R] and values [H, n, V]."""
@@ -215,7 +215,7 @@ def write_cache(kv_c: Tensor, k_pe: Tensor, cache: KVCache, slot_mapping: Tensor
     Raises:
         Nothing of its own; `contract` has checked the arguments.
     """
-    kv_c, k_pe = kv_c.to("cpu", torch.float32), k_pe.to("cpu", torch.float32)
+    kv_c, k_pe = kv_c.to(torch.float32), k_pe.to(torch.float32)
     flavour = "fnuz" if cache.format.name.endswith("fnuz") else "fn"
     if cache.format.tile:
         width = cache.format.tile if cache.format.tile > 0 else kv_c.shape[1]
@@ -224,11 +224,10 @@ def write_cache(kv_c: Tensor, k_pe: Tensor, cache: KVCache, slot_mapping: Tensor
         values = (_round_e4m3(tiles / scales, flavour) * scales.to(FP64)).flatten(-2)
         expected = torch.cat((values, k_pe.to(torch.bfloat16).to(FP64)), -1)
     elif cache.scale is not None:
-        scale = cache.scale.cpu()
-        expected = _round_e4m3(torch.cat((kv_c, k_pe), -1) / scale, flavour) * scale.to(FP64)
+        expected = _round_e4m3(torch.cat((kv_c, k_pe), -1) / cache.scale, flavour) * cache.scale.to(FP64)
     else:
         expected = torch.cat((kv_c, k_pe), -1).to(cache.format.dtype).to(FP64)
-    expected[slot_mapping.cpu() == -1] = torch.nan
+    expected[slot_mapping == -1] = torch.nan
     return expected
 
 
@@ -260,7 +259,7 @@ def index_logits(
 
     Source: DeepSeek-V3.2, arXiv 2512.02556, section 2.
     """
-    logits = [torch.zeros(0, dtype=FP64) for _ in range(q.shape[0])]
+    logits = [torch.zeros(0, dtype=FP64, device=q.device) for _ in range(q.shape[0])]
     for sequence, seq_len, rows in _sequences(seq_lens, qo_indptr):
         if not rows:
             continue
@@ -304,13 +303,13 @@ def index_topk(
     Source: DeepSeek-V3.2, arXiv 2512.02556, section 2.
     """
     logits = index_logits(q, weights, cache, block_table=block_table, seq_lens=seq_lens, qo_indptr=qo_indptr)
-    chosen = torch.full((q.shape[0], topk), -1, dtype=torch.int32)
+    chosen = torch.full((q.shape[0], topk), -1, dtype=torch.int32, device=q.device)
     for row, values in enumerate(logits):
         logit = values.tolist()
         # Python's sort is stable, so equal logits stay in order; NaN is kept out of it, for it has no order.
         order = sorted((j for j, x in enumerate(logit) if not math.isnan(x)), key=lambda j: -logit[j])
         ranked = [*order, *(j for j, x in enumerate(logit) if math.isnan(x))][:topk]
-        chosen[row, : len(ranked)] = torch.tensor(ranked, dtype=torch.int32)
+        chosen[row, : len(ranked)] = torch.tensor(ranked, dtype=torch.int32, device=q.device)
     return chosen
 
 
@@ -390,14 +389,14 @@ def _visible(seq_len: int, q_len: int, t: int, causal: bool) -> int:
 
 def _slots(pages: Tensor, num_tokens: int, block_size: int) -> Tensor:
     """Slots of a sequence's first tokens, int64."""
-    token = torch.arange(num_tokens, dtype=torch.int64)
-    return pages.cpu().to(torch.int64)[token // block_size] * block_size + token % block_size
+    token = torch.arange(num_tokens, dtype=torch.int64, device=pages.device)
+    return pages.to(torch.int64)[token // block_size] * block_size + token % block_size
 
 
-def _empty_rows(num_tokens: int, num_heads: int, width: int) -> tuple[Tensor, Tensor]:
-    """Out and lse of rows that attend to nothing."""
-    out = torch.zeros(num_tokens, num_heads, width, dtype=FP64)
-    return out, torch.full((num_tokens, num_heads), -torch.inf, dtype=FP64)
+def _empty_rows(q: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Out and lse of rows that attend to nothing, for queries [T, H, any]."""
+    out = torch.zeros(*q.shape[:2], width, dtype=FP64, device=q.device)
+    return out, torch.full(q.shape[:2], -torch.inf, dtype=FP64, device=q.device)
 
 
 def _context_lens(indptr: list[int], block_table: Tensor | None, seq_lens: Tensor | None) -> list[int]:
@@ -415,8 +414,8 @@ def _context_lens(indptr: list[int], block_table: Tensor | None, seq_lens: Tenso
 
 
 def _fp64(tensor: Tensor) -> Tensor:
-    """The tensor in fp64 on the CPU."""
-    return tensor.to("cpu", FP64)
+    """The tensor in fp64."""
+    return tensor.to(FP64)
 
 
 def _read(cache: KVCache, slots: Tensor) -> Tensor:
@@ -426,9 +425,10 @@ def _read(cache: KVCache, slots: Tensor) -> Tensor:
 
 def _tile_scales(tiles: Tensor, flavour: str) -> Tensor:
     """fp32 scales [S, n, 1] of tiles [S, n, width], kept where they are normal and scale to finite values."""
-    largest = _e4m3_grid(flavour)[-1].float()
+    # A divisor on the device: CUDA divides by a number as a product with its rounded reciprocal.
+    largest = _e4m3_grid(flavour)[-1].to(tiles)
     amax = tiles.abs().nan_to_num(nan=0.0, posinf=torch.inf).amax(-1, keepdim=True)
-    return (amax / largest).clamp(2.0**-126, 2.0 ** (127 - int(largest.log2())))
+    return (amax / largest.expand_as(amax)).clamp(2.0**-126, 2.0 ** (127 - int(largest.log2())))
 
 
 def _e4m3_grid(flavour: str) -> Tensor:
@@ -447,7 +447,7 @@ def _e4m3_grid(flavour: str) -> Tensor:
 
 def _round_e4m3(x: Tensor, flavour: str) -> Tensor:
     """The nearest finite e4m3 value in fp64, ties to the even code; NaN stays NaN."""
-    grid = _e4m3_grid(flavour)
+    grid = _e4m3_grid(flavour).to(x.device)
     middles = (grid[1:] + grid[:-1]) / 2
     size = x.abs().to(FP64).contiguous()
     code = torch.searchsorted(middles, size)

@@ -2,14 +2,16 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from anymla.cli.explain import terminal
 
 if TYPE_CHECKING:
-    from anymla.verification.run import Report
+    from collections.abc import Callable
+
+    from anymla.verification.run import Progress, Report
 
 EVIDENCE = Path("evidence")
 """Where `--record` writes, in the current folder."""
@@ -18,6 +20,12 @@ EVIDENCE = Path("evidence")
 def verify(
     backend: Annotated[str, typer.Option(help="Name of a backend.")] = "cpu",
     quick: Annotated[bool, typer.Option("--quick", help="Only a part, in a fraction of the time.")] = False,
+    fuzz: Annotated[int, typer.Option(min=0, help="Run so many random calls, not the cases.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the random calls.")] = 0,
+    fuzz_case: Annotated[
+        int | None, typer.Option("--fuzz-case", min=0, help="Run only the random call of this number.")
+    ] = None,
+    processes: Annotated[int, typer.Option(min=1, help="Processes that share the work.")] = 1,
     record: Annotated[
         bool, typer.Option("--record", help=f"Write {EVIDENCE}/<chip>/<backend>.json if all passes.")
     ] = False,
@@ -26,13 +34,21 @@ def verify(
     """Check a backend against the fp64 definition, and that every known fault is caught.
 
     The cases come from what the backend's rows offer: each is run on hostile inputs and judged by one budget;
-    what is not offered must be refused. Exit code 1 if anything fails or a fault is missed.
+    what is not offered must be refused. Random calls (--fuzz) come from the rows too; one that fails prints
+    the command that makes it again. Exit code 1 if anything fails or a fault is missed.
     """
     from anymla.verification import run
 
-    report = run.verify(backend, quick=quick) if in_json else _with_progress(backend, quick)
+    def verified(progress: "run.Progress | None" = None) -> "Report":
+        shared: dict[str, Any] = {"processes": processes, "progress": progress}
+        if fuzz or fuzz_case is not None:
+            numbers = range(fuzz) if fuzz_case is None else [fuzz_case]
+            return run.verify_random(backend, numbers, seed=seed, **shared)
+        return run.verify(backend, quick=quick, **shared)
+
+    report = verified() if in_json else _with_progress(verified)
     failed = bool(report.failures)
-    written = run.record(report, EVIDENCE) if record and not failed else None
+    written = run.record(report, EVIDENCE) if record and not failed and fuzz_case is None else None
     if in_json:
         typer.echo(json.dumps({**report.to_dict(), "evidence": written and str(written)}))
     else:
@@ -40,11 +56,9 @@ def verify(
     raise typer.Exit(1 if failed else 0)
 
 
-def _with_progress(backend: str, quick: bool) -> "Report":
+def _with_progress(verified: "Callable[[Progress], Report]") -> "Report":
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from anymla.verification import run
 
     columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}")
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -53,7 +67,7 @@ def _with_progress(backend: str, quick: bool) -> "Report":
         def told(done: int, total: int, what: str) -> None:
             bar.update(task, completed=done, total=total, description=what)
 
-        return run.verify(backend, quick=quick, progress=told)
+        return verified(told)
 
 
 def _show(report: "Report", written: Path | None) -> None:
@@ -72,11 +86,14 @@ def _show(report: "Report", written: Path | None) -> None:
         table.add_row(op.replace("_", " "), f"{len(of_op)}", mark, f"{worst.judgement.share:.2f}")
     console.print(f"[bold]{report.backend}[/] on {report.machine.arch} ({report.machine.device_name})")
     console.print(table)
-    console.print(f"faults caught: {facts['faults_caught']} of {facts['faults_total']}")
+    if report.faults:
+        console.print(f"faults caught: {facts['faults_caught']} of {facts['faults_total']}")
     for outcome in report.failures:
         console.print(
             f"[red]failed[/] {escape(outcome.name)}: {escape('; '.join(outcome.judgement.reasons))}"
         )
+        if again := report.again(outcome):
+            console.print(f"again: {again}")
     good = "[red]not right[/]" if report.failures else "[green]right[/]"
     console.print(f"{report.backend} is {good}: {facts['cases']} cases in {facts['seconds']} s")
     if written:

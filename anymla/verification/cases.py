@@ -82,8 +82,9 @@ class Case:
             order give the same. "alone": in any batch, they give the same bits.
         problem: What is asked.
         sm_scale: Of the attention.
-        seq_lens: Tokens of each sequence (of the context, for prefill); None for a prefill without a cache.
-        q_lens: Query tokens of each sequence; None is one each.
+        seq_lens: Tokens of each sequence (of the context, for prefill; of the whole cache, for a sparse
+            decode); None for a prefill without a cache.
+        q_lens: Query tokens of each sequence; None is one each, of a sparse decode four in all.
         sinks: One of SINKS.
         poison: One of POISONS.
         views: Whether tensors are views with odd strides.
@@ -119,8 +120,12 @@ class Case:
         words += [self.poison, *(["views"] if self.views else []), str(self.seed)] if not self.fact else []
         return "-".join(words)
 
-    def inputs(self) -> Inputs:
-        """The tensors of the call."""
+    def inputs(self, device: torch.device | str = "cpu") -> Inputs:
+        """The tensors of the call, made where they are wanted."""
+        with torch.device(device):
+            return self._inputs()
+
+    def _inputs(self) -> Inputs:
         p = self.problem
         hostile: dict[str, Any] = {
             "seed": self.seed,
@@ -153,7 +158,8 @@ class Case:
         )
         hostile |= {"sinks": self.sinks, "poison": self.poison}
         if p.op == "sparse_decode":
-            return sparse_inputs(widths, max(self.seq_lens or (2,)), p.topk, **hostile)
+            tokens = 4 if self.q_lens is None else sum(self.q_lens)
+            return sparse_inputs(widths, max(self.seq_lens or (2,)), p.topk, tokens, **hostile)
         hostile["causal"] = Feature.NON_CAUSAL not in p.features
         if p.op == "decode":
             return decode_inputs(widths, self.seq_lens or (), self.q_lens, **hostile)

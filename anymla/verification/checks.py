@@ -1,5 +1,6 @@
 """Checks: a case run through the public functions, its result judged, the memory around it looked after."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,9 @@ def check_case(case: Case, backend: str, machine: Machine, device: torch.device)
         return wrong(f"{type(error).__name__}: {error}")
 
 
-def run_call(call: Inputs, backend: str, *, return_lse: bool = True, views: bool = False) -> Any:
+def run_call(
+    call: Inputs, backend: str, *, return_lse: bool = True, views: bool = False, given: bool = True
+) -> Any:
     """Make a call through `api`, into outputs full of NaN.
 
     Args:
@@ -34,6 +37,7 @@ def run_call(call: Inputs, backend: str, *, return_lse: bool = True, views: bool
         backend: A name in BACKENDS.
         return_lse: Whether to ask for the lse.
         views: Give outputs that are views into wider ones.
+        given: Whether to give outputs at all.
 
     Returns:
         AttentionOutput, ids, or None for a write.
@@ -41,21 +45,32 @@ def run_call(call: Inputs, backend: str, *, return_lse: bool = True, views: bool
     options = dict(call.options)
     if call.op == "write_cache":
         return api.write_cache(*call.tensors, backend=backend)
-    like = call.tensors[0]
-    out = _outputs(call.shape, torch.int32 if call.op == "index_topk" else like.dtype, like.device, views)
     if call.op == "index_topk":
+        out = _outputs(call.shape, torch.int32, call.tensors[0].device, views) if given else None
         return api.index_topk(*call.tensors, **options, out=out, backend=backend)
     if call.op == "prefill":
         options["kv_cache"] = options.pop("cache", None)
-    lse = _outputs(call.shape[:2], torch.float32, like.device, views) if return_lse else None
-    run = getattr(api, call.op)
-    options |= {"return_lse": return_lse, "out": out, "lse": lse, "backend": backend}
-    got: AttentionOutput = run(*call.tensors, **options)
+    options |= outputs_of(call, return_lse, views) if given else {"return_lse": return_lse}
+    got: AttentionOutput = getattr(api, call.op)(*call.tensors, **options, backend=backend)
     return got
 
 
-def run_planned(call: Inputs, problem: Problem, backend: str) -> AttentionOutput:
-    """Make a batch-invariant attention call through a plan."""
+def outputs_of(call: Inputs, return_lse: bool, views: bool = False) -> dict[str, Any]:
+    """The arguments that give an attention call its outputs, full of NaN."""
+    like = call.tensors[0]
+    lse = _outputs(call.shape[:2], torch.float32, like.device, views) if return_lse else None
+    return {"return_lse": return_lse, "out": _outputs(call.shape, like.dtype, like.device, views), "lse": lse}
+
+
+def planned(call: Inputs, problem: Problem, backend: str, **bounds: int) -> plans.Plan:
+    """The plan of an attention call.
+
+    Args:
+        call: On the device of the backend.
+        problem: Its facts; topk is a bound.
+        backend: A name in BACKENDS.
+        bounds: max_q_len and max_seq_len of a decode or prefill, if they are not those of this call.
+    """
     options, device = call.options, call.tensors[0].device
     facts: dict[str, Any] = {
         "num_heads": problem.num_heads,
@@ -64,18 +79,26 @@ def run_planned(call: Inputs, problem: Problem, backend: str) -> AttentionOutput
         "q_dtype": call.tensors[0].dtype,
         "kv_format": problem.kv_format,
         "sinks": options["sinks"] is not None,
-        "return_lse": True,
-        "batch_invariant": True,
+        "return_lse": Feature.LSE in problem.features,
+        "batch_invariant": Feature.BATCH_INVARIANT in problem.features,
         "backend": backend,
     }
-    step: dict[str, Any] = {"sm_scale": options["sm_scale"], "sinks": options["sinks"], "return_lse": True}
     if call.op == "sparse_decode":
-        sparse = plans.plan_sparse_decode(
+        return plans.plan_sparse_decode(
             call.num_rows, topk=problem.topk, block_size=problem.block_size, device=device, **facts
         )
-        return sparse.run(*call.tensors, indices=options["indices"], counts=options["counts"], **step)
+    batch = batch_of(call, problem, **bounds)
+    if call.op == "decode":
+        return plans.plan_decode(batch, **facts)
+    facts |= {"qk_nope_head_dim": problem.qk_nope_head_dim, "v_head_dim": problem.v_head_dim}
+    return plans.plan_prefill(batch, **facts)
+
+
+def batch_of(call: Inputs, problem: Problem, **bounds: int) -> Batch:
+    """The step of a decode or prefill, its lengths known to the host; see `planned`."""
+    options = call.options
     cached = call.op == "decode" or "cache" in options
-    batch = Batch.of(
+    return Batch.of(
         seq_lens=options["seq_lens"] if cached else options["qo_indptr"].diff(),
         block_table=options.get("block_table"),
         qo_indptr=options["qo_indptr"],
@@ -84,12 +107,21 @@ def run_planned(call: Inputs, problem: Problem, backend: str) -> AttentionOutput
         num_tokens=call.num_rows,
         new_tokens_are_cached=call.op == "decode",
         check=True,
+        max_q_len=bounds.get("max_q_len"),
+        max_seq_len=bounds.get("max_seq_len"),
     )
-    if call.op == "decode":
-        return plans.plan_decode(batch, **facts).run(*call.tensors, **step)
-    facts |= {"qk_nope_head_dim": problem.qk_nope_head_dim, "v_head_dim": problem.v_head_dim}
-    plan = plans.plan_prefill(batch, **facts)
-    return plan.run(*call.tensors, kv_cache=options.get("cache"), **step)
+
+
+def run_planned(call: Inputs, plan: plans.Plan, **outputs: Any) -> AttentionOutput:
+    """Run an attention call by its plan; `outputs` are those of `outputs_of`, or return_lse alone."""
+    options = call.options
+    step: dict[str, Any] = {"sm_scale": options["sm_scale"], "sinks": options["sinks"], **outputs}
+    if isinstance(plan, plans.SparsePlan):
+        return plan.run(*call.tensors, indices=options["indices"], counts=options["counts"], **step)
+    if isinstance(plan, plans.PrefillPlan):
+        return plan.run(*call.tensors, kv_cache=options.get("cache"), **step)
+    assert isinstance(plan, plans.DecodePlan)
+    return plan.run(*call.tensors, **step)
 
 
 def right_answer(call: Inputs) -> tuple[AttentionOutput, tuple[AttentionOutput, ...]]:
@@ -109,28 +141,41 @@ def judge_ids(call: Inputs, ids: Tensor) -> Judgement:
     )
 
 
-def _right(case: Case, backend: str, machine: Machine, device: torch.device) -> Judgement:
-    call = case.inputs()
-    here = moved(call, device)
+def judged(call: Inputs, here: Inputs, run: Callable[[Inputs], Any]) -> Judgement:
+    """Make a call and judge what it returns, and what it did to the memory of the cache.
+
+    Args:
+        call: Where the right answer is to be worked out.
+        here: The same call on the device of the backend.
+        run: Makes it; its result is that of `run_call`.
+    """
     cache = here.cache if call.op != "prefill" or "cache" in here.options else None
     before = torch.zeros(0) if cache is None else _memory(cache.data).clone()
     if call.op == "write_cache":
-        return _written(call, here, before, backend)
-    return_lse = Feature.LSE in case.problem.features
+        return _written(call, here, before, run)
     answer = None if call.op == "index_topk" else right_answer(call)
-    got = run_call(here, backend, return_lse=return_lse, views=case.views)
+    got = run(here)
     found = judge_ids(call, got) if answer is None else judge(got, answer[0], *answer[1])
     if cache is not None and not torch.equal(_memory(cache.data), before):
         return together(found, wrong("the cache was written to"))
     return found
 
 
-def _written(call: Inputs, here: Inputs, before: Tensor, backend: str) -> Judgement:
+def _right(case: Case, backend: str, machine: Machine, device: torch.device) -> Judgement:
+    call = case.inputs()
+
+    def run(here: Inputs) -> Any:
+        return run_call(here, backend, return_lse=Feature.LSE in case.problem.features, views=case.views)
+
+    return judged(call, moved(call, device), run)
+
+
+def _written(call: Inputs, here: Inputs, before: Tensor, run: Callable[[Inputs], Any]) -> Judgement:
     """Judge a cache write: the rows written, and all memory around them."""
     kv_c, k_pe, cache, slots = here.tensors
     kept = slots >= 0
     old = cache.gather(slots[kept]).clone()
-    run_call(here, backend)
+    run(here)
     expected = reference.write_cache(*call.tensors)[kept.cpu()]
     given = torch.cat((kv_c, k_pe), -1)[kept]
     found = judge_written(cache.read(slots[kept], dtype=torch.float64), expected, given)
@@ -163,15 +208,31 @@ def _batch(case: Case, backend: str, machine: Machine, device: torch.device) -> 
 
 def _alone(case: Case, backend: str, machine: Machine, device: torch.device) -> Judgement:
     call = moved(case.inputs(), device)
-    whole = run_planned(call, case.problem, backend)
+    whole = run_planned(call, planned(call, case.problem, backend), return_lse=True)
     order = list(range(num_sequences(call)))
-    for sequences in ([*order[1::2], *order[::2]], *([s] for s in order)):
-        part, rows = take(call, sequences)
-        got = run_planned(part, case.problem, backend)
-        for name, one, other in zip(("out", "lse"), got, whole, strict=True):
-            assert one is not None and other is not None
-            if not torch.equal(_bits(one), _bits(other[rows])):
-                return wrong(f"{name} of sequences {sequences} differs in bits from that in the whole batch")
+    parts = ([*order[1::2], *order[::2]], *([s] for s in order))
+    return together(*(same_bits(call, whole, sequences, case.problem, backend) for sequences in parts))
+
+
+def same_bits(
+    call: Inputs, whole: AttentionOutput, sequences: list[int], problem: Problem, backend: str, **bounds: int
+) -> Judgement:
+    """Whether some of a call's sequences, as a batch of their own, give the bits that they have in the whole.
+
+    Args:
+        call: The whole batch.
+        whole: What it gave.
+        sequences: Which, in any order.
+        problem: Facts of both plans.
+        backend: A name in BACKENDS.
+        bounds: See `planned`.
+    """
+    part, rows = take(call, sequences)
+    plan = planned(part, problem, backend, **bounds)
+    got = run_planned(part, plan, return_lse=whole.lse is not None)
+    for name, one, other in zip(("out", "lse"), got, whole, strict=True):
+        if one is not None and other is not None and not torch.equal(_bits(one), _bits(other[rows])):
+            return wrong(f"{name} of sequences {sequences} differs in bits from that in the whole batch")
     return Judgement(0.0, "every bit")
 
 

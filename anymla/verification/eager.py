@@ -45,7 +45,7 @@ def decode(
             continue
         keys = cache.read(_slots(block_table[seq], seq_len, cache.block_size), dtype=FP32)
         keys = keys.to(q.dtype)[None, None]
-        visible = _visible(seq_len, last - first, causal)
+        visible = _visible(seq_len, last - first, causal, q.device)
         by_head = q[None, first:last].transpose(1, 2)
         found = _attend(by_head, keys, keys[..., : ql_nope.shape[2]], visible, sm_scale, sinks, loops)
         for run, (out, lse) in zip(runs, found, strict=True):
@@ -70,9 +70,10 @@ def sparse_decode(
     tokens, topk = indices.shape
     if not tokens:
         return runs
-    counted = torch.full((tokens,), topk) if counts is None else counts
-    visible = (indices >= 0) & (torch.arange(topk) < counted[:, None])
-    keys = torch.zeros(tokens, topk, cache.width, dtype=ql_nope.dtype)
+    device = ql_nope.device
+    counted = torch.full((tokens,), topk, device=device) if counts is None else counts
+    visible = (indices >= 0) & (torch.arange(topk, device=device) < counted[:, None])
+    keys = torch.zeros(tokens, topk, cache.width, dtype=ql_nope.dtype, device=device)
     keys[visible] = cache.read(indices[visible].long(), dtype=FP32).to(ql_nope.dtype)
     by_head = torch.cat((ql_nope, q_pe), -1)[:, :, None]
     keys = keys[:, None]
@@ -118,7 +119,7 @@ def prefill(
         keys = torch.cat((keys, rope.expand(len(keys), -1, -1)), -1)[None]
         values = torch.einsum("nl,hlv->hnv", latent.float(), w_uv.float()).to(q.dtype)[None]
         by_head = q[None, first:last].transpose(1, 2)
-        visible = _visible(seq_len, last - first, causal)
+        visible = _visible(seq_len, last - first, causal, q.device)
         found = _attend(by_head, keys, values, visible, sm_scale, sinks, loops)
         for run, (out, lse) in zip(runs, found, strict=True):
             run.out[first:last] = out[0].transpose(0, 1)
@@ -136,12 +137,13 @@ def index_logits(
     qo_indptr: Tensor | None = None,
 ) -> list[Tensor]:
     """Run `reference.index_logits` in fp32; arguments and result as there."""
-    logits = [torch.zeros(0) for _ in range(q.shape[0])]
+    logits = [torch.zeros(0, device=q.device) for _ in range(q.shape[0])]
     for seq, (seq_len, first, last) in enumerate(_spans(seq_lens, qo_indptr)):
         if last == first:
             continue
         keys = cache.read(_slots(block_table[seq], seq_len, cache.block_size), dtype=FP32)
-        for row, seen in zip(range(first, last), _visible(seq_len, last - first, True), strict=True):
+        visible = _visible(seq_len, last - first, True, q.device)
+        for row, seen in zip(range(first, last), visible, strict=True):
             logits[row] = weights[row].float() @ (q[row].float() @ keys[seen].T).relu()
     return logits
 
@@ -169,7 +171,8 @@ def _attend(
         looped = _looped(scaled, k32.mT, chosen)
         scores += list(looped if scale_first else looped * sm_scale)
     scores = [s.masked_fill(~visible, -torch.inf) for s in scores]
-    lses = [s.logsumexp(-1) if s.shape[-1] else torch.full(s.shape[:-1], -torch.inf) for s in scores]
+    nothing = scores[0].new_full(scores[0].shape[:-1], -torch.inf)
+    lses = [s.logsumexp(-1) if s.shape[-1] else nothing for s in scores]
     if q.dtype != FP32:
         rounded = (_product(q32, k32.mT).to(q.dtype) * sm_scale).float().masked_fill(~visible, -torch.inf)
         weights = _weights(rounded, sinks).to(q.dtype).float()
@@ -201,7 +204,10 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 def _looped(a: Tensor, b: Tensor, orders: list[Tensor]) -> Tensor:
     """[len(orders), ..., n, m] products of a [..., n, D] and b [..., D, m]; D is summed one by one."""
-    total = torch.zeros(len(orders), *a.shape[:-1], b.shape[-1])
+    if a.device.type != "cpu" and orders:
+        # There a matrix product in fp32 itself goes through D in order.
+        return torch.stack([_product(a[..., order], b[..., order, :]) for order in orders])
+    total = torch.zeros(len(orders), *a.shape[:-1], b.shape[-1], device=a.device)
     if not orders:
         return total
     columns, rows = a.movedim(-1, 0).contiguous(), b.movedim(-2, 0).contiguous()
@@ -213,15 +219,14 @@ def _looped(a: Tensor, b: Tensor, orders: list[Tensor]) -> Tensor:
 def _orders(size: int, loops: int) -> list[Tensor]:
     """Orders of `size` summands, the first two as given."""
     draw = torch.Generator().manual_seed(size)
-    return [torch.arange(size) if i < 2 else torch.randperm(size, generator=draw) for i in range(loops)]
+    shuffled = (torch.randperm(size, generator=draw, device="cpu") for _ in range(loops - 2))
+    return [torch.arange(size, device="cpu")] * min(loops, 2) + list(shuffled)
 
 
 def _empty_runs(q: Tensor, width: int, loops: int) -> tuple[AttentionOutput, ...]:
-    tokens, heads = q.shape[:2]
+    rows = q.shape[:2]
     return tuple(
-        AttentionOutput(
-            torch.zeros(tokens, heads, width, dtype=q.dtype), torch.full((tokens, heads), -torch.inf)
-        )
+        AttentionOutput(q.new_zeros(*rows, width), q.new_full(rows, -torch.inf, dtype=FP32))
         for _ in range(1 + loops)
     )
 
@@ -238,12 +243,13 @@ def _spans(seq_lens: Tensor, qo_indptr: Tensor | None) -> list[tuple[int, int, i
     return list(zip(lens, indptr, indptr[1:], strict=False))
 
 
-def _visible(seq_len: int, q_len: int, causal: bool) -> Tensor:
+def _visible(seq_len: int, q_len: int, causal: bool, device: torch.device) -> Tensor:
     """[q_len, seq_len] which keys each row sees."""
-    last = seq_len - q_len + torch.arange(q_len) if causal else torch.full((q_len,), seq_len)
-    return torch.arange(seq_len)[None, :] <= last[:, None]
+    tokens = torch.arange(q_len, device=device)
+    last = seq_len - q_len + tokens if causal else tokens.fill_(seq_len)
+    return torch.arange(seq_len, device=device)[None, :] <= last[:, None]
 
 
 def _slots(pages: Tensor, seq_len: int, block_size: int) -> Tensor:
-    tokens = torch.arange(seq_len)
+    tokens = torch.arange(seq_len, device=pages.device)
     return pages.long()[tokens // block_size] * block_size + tokens % block_size

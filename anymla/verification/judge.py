@@ -100,7 +100,8 @@ def judge_tensor(name: str, got: Tensor, reference: Tensor, *eager: Tensor, by_r
     if not got.numel():
         return Judgement(0.0, f"{name} is empty")
     limits = torch.finfo(got.dtype)
-    x, right = got.detach().to("cpu", FP64), reference.detach().to("cpu", FP64)
+    right = reference.detach().to(FP64)
+    x = got.detach().to(right)
     finite = right.isfinite()
     fits = torch.where(finite, x.isfinite(), (x == right) | (x.isnan() & right.isnan()))
     if not bool(fits.all()):
@@ -111,7 +112,7 @@ def judge_tensor(name: str, got: Tensor, reference: Tensor, *eager: Tensor, by_r
         )
     error = torch.where(finite, x - right, 0.0).abs()
     size = torch.where(finite, right, 0.0).abs()
-    noises = [e.detach().to("cpu", FP64) for e in eager]
+    noises = [e.detach().to(right) for e in eager]
     noises = [torch.where(finite & e.isfinite(), e - right, 0.0).abs() for e in noises]
     worst, reason, row = -1.0, "", 0
     for rows in (1, x.numel() // x.shape[-1])[: 2 if by_row else 1]:
@@ -147,7 +148,7 @@ def judge_written(got: Tensor, expected: Tensor, given: Tensor) -> Judgement:
     Returns:
         The judgement; share 0 means equal.
     """
-    x, right, source = (t.detach().to("cpu", FP64) for t in (got, expected, given))
+    x, right, source = (t.detach().to(expected.device, FP64) for t in (got, expected, given))
     allowed = (right - source).abs() + 2 * torch.finfo(torch.float32).eps * source.abs()
     skipped = right.isnan().all(-1, keepdim=True) & ~source.isnan().all(-1, keepdim=True)
     same = (x == right) | (right.isnan() & x.isnan()) | skipped
@@ -181,7 +182,8 @@ def judge_topk(got: Tensor, chosen: Tensor, logits: Sequence[Tensor], eager: Seq
     """
     if got.shape != chosen.shape:
         return wrong(f"indices got shape {tuple(got.shape)}; needs {tuple(chosen.shape)}")
-    got = got.cpu()
+    got, chosen = got.cpu(), chosen.cpu()
+    logits, eager = [x.cpu() for x in logits], [x.cpu() for x in eager]
     if torch.equal(got, chosen):
         return Judgement(0.0, "indices")
     flat = torch.cat([x[x.isfinite()] for x in logits]) if logits else torch.zeros(0, dtype=FP64)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,22 +19,23 @@ NAN_BYTE = {torch.float8_e4m3fn: 0x7F, torch.float8_e4m3fnuz: 0x80}
 
 
 class Draw:
-    """Seeded tensors, drawn on the CPU in fp32 and rounded to the dtype asked for."""
+    """Seeded tensors on torch's default device; drawn on the CPU, so that they are the same on any."""
 
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
+        self.source: dict[str, Any] = {"generator": self.generator, "device": "cpu"}
 
     def normal(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Independent standard normal values."""
-        return torch.randn(shape, generator=self.generator).to(dtype)
+        """Independent standard normal values, drawn in fp32."""
+        return torch.randn(shape, **self.source).to(torch.get_default_device(), dtype)
 
     def permuted(self, n: int) -> Tensor:
         """The numbers below n in random order."""
-        return torch.randperm(n, generator=self.generator)
+        return torch.randperm(n, **self.source).to(torch.get_default_device())
 
     def integers(self, low: int, high: int, *shape: int) -> Tensor:
         """Integers from low to high, both included, as fp32."""
-        return torch.randint(low, high + 1, shape, generator=self.generator).float()
+        return torch.randint(low, high + 1, shape, **self.source).to(torch.get_default_device()).float()
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,14 @@
-"""One verification: every case of a backend, every fault, a report, and the evidence of it."""
+"""One verification: the cases of a backend, or random calls of it, a report, and the evidence of it."""
 
 import json
 import platform
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ from anymla import select
 from anymla.backends import BACKENDS
 from anymla.errors import InvalidInput, UnknownBackend
 from anymla.hardware.probe import Machine, this_machine
-from anymla.verification import faults
-from anymla.verification.cases import cases
+from anymla.verification import faults, fuzz
+from anymla.verification.cases import Case, cases
 from anymla.verification.checks import check_case
-from anymla.verification.judge import Judgement
+from anymla.verification.judge import Judgement, wrong
+from anymla.verification.workers import shared_out
 
 Progress = Callable[[int, int, str], None]
 """Called with what is done, what there is, and what is next."""
@@ -44,7 +46,7 @@ class Report:
     Attributes:
         backend: Its name.
         machine: Where it ran.
-        quick: Whether it was only a part.
+        extent: What was run, as evidence says it: {"quick": ...}, or {"fuzz": ..., "seed": ...}.
         outcomes: One for each case.
         faults: One for each wrong kernel; it passed if it was caught.
         seconds: How long it all took.
@@ -52,7 +54,7 @@ class Report:
 
     backend: str
     machine: Machine
-    quick: bool
+    extent: dict[str, Any]
     outcomes: tuple[Outcome, ...]
     faults: tuple[Outcome, ...]
     seconds: float
@@ -71,29 +73,44 @@ class Report:
                 found[outcome.op] = outcome
         return found
 
+    def again(self, outcome: Outcome) -> str:
+        """The command that makes a random call again; "" for a case or fault."""
+        if "fuzz" not in self.extent:
+            return ""
+        seed, number = outcome.name.split()[0].split(":")
+        return f"anymla verify --backend {self.backend} --seed {seed} --fuzz-case {number}"
+
     def to_dict(self) -> dict[str, Any]:
         """The figures, as `--json` prints them."""
         caught = [fault for fault in self.faults if fault.judgement.passed]
+        tried = {"faults_caught": len(caught), "faults_total": len(self.faults)} if self.faults else {}
         return {
             "backend": self.backend,
             "arch": self.machine.arch,
             "device": self.machine.device_name,
-            "quick": self.quick,
+            **self.extent,
             "cases": len(self.outcomes),
             "failed": sum(not outcome.judgement.passed for outcome in self.outcomes),
-            "faults_caught": len(caught),
-            "faults_total": len(self.faults),
+            **tried,
             "seconds": round(self.seconds, 1),
             "worst": {
                 op: {"share": _finite(outcome.judgement.share), "case": outcome.name}
                 for op, outcome in self.worst.items()
             },
-            "failures": [{"case": o.name, "reasons": list(o.judgement.reasons)} for o in self.failures],
+            "failures": [
+                {"case": o.name, "reasons": list(o.judgement.reasons), "again": self.again(o)}
+                for o in self.failures
+            ],
         }
 
 
 def verify(
-    backend: str = "cpu", *, quick: bool = False, device: str | None = None, progress: Progress | None = None
+    backend: str = "cpu",
+    *,
+    quick: bool = False,
+    device: str | None = None,
+    processes: int = 1,
+    progress: Progress | None = None,
 ) -> Report:
     """Run every case of a backend, and every fault against the judge.
 
@@ -101,6 +118,7 @@ def verify(
         backend: A name in BACKENDS.
         quick: Only a part of the cases, and the faults only at the shorter lengths.
         device: A torch device. None: the CPU if a row of the backend runs there, else "cuda".
+        processes: How many share the cases.
         progress: Told before each case and fault.
 
     Returns:
@@ -118,21 +136,103 @@ def verify(
         # Nothing is offered here, and choosing says why.
         select.choose(found[0].problem, machine, backend)
     lengths = faults.LENGTHS[:3] if quick else faults.LENGTHS
-    total = len(found) + len(faults.FAULTS)
-    outcomes: list[Outcome] = []
-    for case in found:
-        if progress:
-            progress(len(outcomes), total, case.id)
-        judgement = check_case(case, backend, machine, place)
-        outcomes.append(Outcome(case.id, case.problem.op, judgement))
+    tell = _Told(progress, len(found) + len(faults.FAULTS))
+    outcomes = tell.each(
+        partial(_outcome, backend=backend, device=place), [[case] for case in found], processes
+    )
     tried: list[Outcome] = []
     for fault in faults.FAULTS:
-        if progress:
-            progress(len(found) + len(tried), total, f"fault: {fault.name}")
+        tell.next(f"fault: {fault.name}")
         tried.append(Outcome(fault.name, "fault", faults.caught(fault, lengths)))
-    if progress:
-        progress(total, total, "")
-    return Report(backend, machine, quick, tuple(outcomes), tuple(tried), time.monotonic() - began)
+        tell.done += 1
+    tell.next("")
+    return Report(backend, machine, {"quick": quick}, outcomes, tuple(tried), time.monotonic() - began)
+
+
+def verify_random(
+    backend: str,
+    numbers: Sequence[int],
+    *,
+    seed: int = 0,
+    device: str | None = None,
+    processes: int = 1,
+    progress: Progress | None = None,
+) -> Report:
+    """Run random calls of a backend, each against the fp64 definition.
+
+    Args:
+        backend: A name in BACKENDS.
+        numbers: Of the calls; range(n) for the first n.
+        seed: Of all of them.
+        device: As in `verify`.
+        processes: How many share the calls.
+        progress: Told before each call.
+
+    Returns:
+        The report. The name of an outcome begins with what makes it again, "seed:number".
+
+    Raises:
+        UnknownBackend: no row has that name.
+        NoBackend: the backend cannot run here; the message gives every reason.
+    """
+    began = time.monotonic()
+    place = torch.device(device or device_of(backend))
+    machine = this_machine(place)
+    found = cases(backend, machine, quick=True)
+    if not any(case.check == "right" for case in found):
+        select.choose(found[0].problem, machine, backend)
+    drawn = [fuzz.fuzzed(backend, machine, seed, number) for number in numbers]
+    families: dict[int, list[fuzz.Fuzzed]] = {}
+    for call in drawn:
+        families.setdefault(call.number % fuzz.FAMILIES, []).append(call)
+    # What takes long to compile first, so that no process is left alone with it at the end.
+    groups = sorted(families.values(), key=lambda calls: calls[0].case.problem.op != "prefill")
+    tell = _Told(progress, len(drawn))
+    outcomes = tell.each(partial(_outcome, backend=backend, device=place), groups, processes)
+    tell.next("")
+    extent = {"fuzz": len(drawn), "seed": seed}
+    return Report(backend, machine, extent, outcomes, (), time.monotonic() - began)
+
+
+class _Told:
+    """Progress: what is done, of how much."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self.progress, self.total, self.done = progress, total, 0
+
+    def next(self, what: str) -> None:
+        """Say what comes next."""
+        if self.progress:
+            self.progress(self.done, self.total, what)
+
+    def each(
+        self,
+        work: Callable[[Case | fuzz.Fuzzed], Outcome],
+        groups: Sequence[Sequence[Case | fuzz.Fuzzed]],
+        processes: int,
+    ) -> tuple[Outcome, ...]:
+        """The outcomes of all groups, the next case named before each."""
+        names = [item.id for group in groups for item in group]
+        outcomes: list[Outcome] = []
+        if names:
+            self.next(names[0])
+        for outcome in shared_out(work, groups, processes, _lost):
+            outcomes.append(outcome)
+            self.done += 1
+            if len(outcomes) < len(names):
+                self.next(names[len(outcomes)] if processes <= 1 else outcome.name)
+        return tuple(outcomes)
+
+
+def _outcome(item: Case | fuzz.Fuzzed, backend: str, device: torch.device) -> Outcome:
+    if isinstance(item, fuzz.Fuzzed):
+        return Outcome(item.id, item.case.problem.op, fuzz.check(item, backend, device))
+    return Outcome(item.id, item.problem.op, check_case(item, backend, this_machine(device), device))
+
+
+def _lost(item: Case | fuzz.Fuzzed, reason: str) -> Outcome:
+    problem = item.case.problem if isinstance(item, fuzz.Fuzzed) else item.problem
+    return Outcome(item.id, problem.op, wrong(reason))
 
 
 def device_of(backend: str) -> str:
@@ -153,12 +253,13 @@ def device_of(backend: str) -> str:
     return "cpu" if any(r.arch.accepts("cpu") for r in rows) or not torch.cuda.is_available() else "cuda"
 
 
-def record(report: Report, folder: Path) -> Path:
-    """Write a report as evidence: `folder/<arch>/<backend>.json`.
+def record(report: Report, folder: Path, commit: str | None = None) -> Path:
+    """Write a report as evidence: `folder/<arch>/<backend>.json`, or `<backend>_fuzz.json`.
 
     Args:
         report: Of a run in which everything passed.
         folder: Usually "evidence".
+        commit: Of what was run. None: that of the checkout that this package is in.
 
     Returns:
         The file.
@@ -171,7 +272,9 @@ def record(report: Report, folder: Path) -> Path:
     facts = report.to_dict()
     facts.pop("failures")
     made = {"date": datetime.now(UTC).date().isoformat(), **made_with("torch", "triton")}
-    path = folder / report.machine.arch / f"{report.backend}.json"
+    made |= {"commit": commit} if commit else {}
+    part = "_fuzz" if "fuzz" in report.extent else ""
+    path = folder / report.machine.arch / f"{report.backend}{part}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**made, **facts}, indent=2) + "\n")
     return path

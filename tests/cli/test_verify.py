@@ -108,6 +108,29 @@ class TestTable:
         assert "cpu is not right: " in result.stdout
 
 
+class TestRandomCalls:
+    """Calls drawn from a seed, each of which can be made again."""
+
+    def test_they_are_counted_with_their_seed(self):
+        found = report("--fuzz", "9", "--seed", "6")
+        assert (found["cases"], found["failed"], found["fuzz"], found["seed"]) == (9, 0, 9, 6)
+        assert "quick" not in found and "faults_total" not in found
+
+    def test_one_that_fails_says_how_to_make_it_again(self, monkeypatch):
+        break_decode(monkeypatch)
+        failed = report("--fuzz", "9", "--seed", "6", exit_code=1)["failures"][0]
+        options = failed["again"].split()
+        assert options[:4] == ["anymla", "verify", "--backend", "cpu"]
+        assert report(*options[2:], exit_code=1)["failures"] == [failed]
+        assert failed["again"] in run("--fuzz", "9", "--seed", "6").stdout
+
+    def test_they_have_evidence_of_their_own(self, tmp_path):
+        written = report("--fuzz", "3", "--record")["evidence"]
+        assert written == str(Path("evidence") / "cpu" / "cpu_fuzz.json")
+        assert json.loads((tmp_path / written).read_text())["fuzz"] == 3
+        assert report("--fuzz-case", "3", "--record")["evidence"] is None
+
+
 class TestProgress:
     """A caller is told what is done, what there is, and what is next."""
 
