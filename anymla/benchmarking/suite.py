@@ -290,7 +290,7 @@ def distinct(rows: Iterable[Row]) -> list[Row]:
 def compile_all(rows: Sequence[Row], device: torch.device, backend: str, processes: int, say: Say) -> None:
     """Run each row once in a process of its own, several at a time, to fill the compiler's cache."""
     began = time.monotonic()
-    jobs = [["compile", row.name, "--device", str(device), "--backend", backend] for row in rows]
+    jobs = [["compile", "--case", row.name, "--device", str(device), "--backend", backend] for row in rows]
     for row, error in zip(rows, in_processes(jobs, processes), strict=True):
         if error:
             say(f"{row.name}: {error}")

@@ -19,7 +19,9 @@ def bench(
     ] = "auto",
     model: Annotated[str, typer.Option(help="Name of a model.")] = "deepseek-v3",
     tp: Annotated[int, typer.Option(help="Tensor parallel size; splits the heads.")] = 8,
-    op: Annotated[str, typer.Option(help="decode, sparse_decode, prefill, write_cache or index_topk.")] = "decode",
+    op: Annotated[
+        str, typer.Option(help="decode, sparse_decode, prefill, write_cache or index_topk.")
+    ] = "decode",
     batch: Annotated[
         list[int] | None, typer.Option(help="Sequences; may be repeated.  [default: 1 4]")
     ] = None,
@@ -38,7 +40,23 @@ def bench(
         typer.Option(help="cpu or cuda.  [default: a GPU if there is one and the backend runs there]"),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each case.")] = 20,
-    record: Annotated[Path | None, typer.Option(help="File to append the records to, one a line.")] = None,
+    suite: Annotated[
+        str | None, typer.Option(help="Run a named suite instead: targets, or sweep over length and batch.")
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Part of the name of a case of the suite.")] = None,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Propose a launch row for this chip instead; changes nothing.")
+    ] = False,
+    kernel: Annotated[
+        str | None, typer.Option(help="To tune: attend, combine, prefill, gather or cache_write.")
+    ] = None,
+    case: Annotated[str | None, typer.Option(help="Case of a suite to tune on.")] = None,
+    record: Annotated[
+        Path | None,
+        typer.Option(
+            help="File to append the records to, one a line; of a suite, the folder for its record."
+        ),
+    ] = None,
     in_json: Annotated[bool, typer.Option("--json", help="Print one JSON record a line.")] = False,
 ) -> None:
     """Time a backend on cases that it has just passed.
@@ -46,6 +64,14 @@ def bench(
     Each case is verified against the fp64 definition, on the very tensors that are then timed; a case that
     fails shows no time and makes the exit code 1.
     """
+    if suite is not None or tune:
+        from anymla.benchmarking.commands import main
+
+        options = {"backend": backend, "device": device, "record": record, "kernel": kernel, "case": case}
+        given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        given += ["--only", *only] if only else []
+        raise typer.Exit(main([suite or "tune", *given, f"--repeats={repeats}", *["--json"] * in_json]))
+
     import torch
 
     from anymla.benchmarking import run
@@ -69,8 +95,8 @@ def bench(
     )
     made = run.provenance(place)
     records = []
-    for case in cases:
-        found = run.bench(case, backend, place, repeats=repeats)
+    for work in cases:
+        found = run.bench(work, backend, place, repeats=repeats)
         records.append(found)
         line = json.dumps({**_fields(found), **made})
         if in_json:
