@@ -7,6 +7,7 @@ V = v_head_dim, S new tokens of latent, K indices a query token.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -311,7 +312,7 @@ def check_batch(
         )
     if qo_indptr is None:
         qo_indptr_host = range(num_seqs + 1)
-        qo_indptr = torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
+        qo_indptr = _one_each(num_seqs, device)
     elif not check_tensor(
         reasons, "qo_indptr", qo_indptr, (num_seqs + 1,), (torch.int32,), device, "B + 1 from seq_lens"
     ):
@@ -508,6 +509,19 @@ def _check_pages(
             f"{int(table[b, i])} at [{b}, {i}]",
             f"0 to {num_blocks - 1}, the pages of the cache",
         )
+
+
+def _one_each(num_seqs: int, device: torch.device) -> Tensor:
+    """Offsets of one query token a sequence; on a GPU the same tensor each time: a captured graph may read it."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        # During a capture nothing is computed yet, and on a CPU there are no graphs.
+        return torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
+    return _kept_one_each(num_seqs, device)
+
+
+@lru_cache(maxsize=256)
+def _kept_one_each(num_seqs: int, device: torch.device) -> Tensor:
+    return torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
 
 
 def _host_values(tensor: Tensor, given: Sequence[int] | None, check: bool) -> tuple[int, ...] | None:

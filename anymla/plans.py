@@ -112,7 +112,9 @@ class DecodePlan(Plan):
     def update(self, batch: Batch) -> None:
         """Take the lengths and pages of another step, within the bounds that were planned.
 
-        No buffer moves, so a captured `run` stays valid. Rows past the new qo_indptr[-1] come out empty.
+        No buffer of the plan moves. A captured `run` stays valid if the tensors of `batch` are those that it
+        was captured with, written in place: its kernels read pages and lengths there. Rows past the new
+        qo_indptr[-1] come out empty.
 
         Raises:
             InvalidInput: the step leaves the planned bounds.

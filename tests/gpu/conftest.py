@@ -1,0 +1,19 @@
+"""Tests that need a GPU; elsewhere each is skipped, with its reason."""
+
+import device_calls
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def gpu() -> None:
+    """Skip where there is no GPU; draw the same every time."""
+    torch.manual_seed(0)
+    if device_calls.DEVICE.type == "cpu":
+        pytest.skip("needs a GPU: torch.cuda.is_available() is False")
+
+
+@pytest.fixture(params=device_calls.BACKENDS_HERE)
+def backend(request: pytest.FixtureRequest) -> str:
+    """Each backend that is built for this GPU."""
+    return request.param
