@@ -1,0 +1,480 @@
+"""The machine: registers, LDS and waves as arrays, and the loop that executes a decoded program.
+
+Waves that agree on the next instruction are executed together, whichever workgroups they belong to. An order
+says which waves go first where they need not agree, so that a result that depends on it is found.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anymla.verification.amdgcn.checks import ALL, Access, BadAccess, Definedness, Fault, Journal
+from anymla.verification.amdgcn.memory import GARBAGE, Memory, SharedMemory
+from anymla.verification.amdgcn.parse import Instruction
+
+Array = NDArray[Any]
+U8, U32, U64, I64 = np.uint8, np.uint32, np.uint64, np.int64
+
+VCC, M0, EXEC, SCC = 106, 124, 126, 253
+SCALARS = 256
+"""Register numbers below are scalar, those above vector registers, accumulation registers last."""
+
+ORDERS = ("lockstep", "forward", "reverse", "clock")
+"""lockstep: all waves together. forward, reverse: wave by wave of a workgroup, each up to its next barrier.
+clock: by a crude clock, for hand-written code that reuses LDS without a barrier because the readers are long
+done; a race is then a note, since what depends on the clock is undecided."""
+
+Run = Callable[["Machine"], None]
+Landing = Callable[["Machine", Array], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A decoded instruction.
+
+    Attributes:
+        run: Executes it for the waves of the current group.
+        instruction: As it was written.
+        reads, writes: Register numbers.
+        trusts: Registers that decide something: an address, a stored value, a branch, the execution mask.
+        spread: How an undefined source spreads: "lanes" to the same lane, "all" to every lane, "choice" of the
+            first two where a mask chooses them, "" not at all or by itself.
+        flow: "" for one that goes on behind itself, else "branch", "barrier" or "end".
+        target: Of a branch.
+        ticks: Of the crude clock.
+        touches: All registers named above.
+    """
+
+    run: Run
+    instruction: Instruction
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    trusts: tuple[int, ...] = ()
+    spread: str = "lanes"
+    flow: str = ""
+    target: int = -1
+    ticks: int = 4
+    touches: frozenset[int] = field(default_factory=frozenset)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Flight:
+    """One access that is under way.
+
+    Attributes:
+        counter: Which counter waits for it.
+        registers: What it loads.
+        waves: Of the batch.
+        land: Puts data into LDS once it is waited for; None for none.
+    """
+
+    counter: str
+    registers: tuple[int, ...]
+    waves: Array
+    land: Landing | None = None
+
+
+class Group:
+    """Waves that execute the same instruction."""
+
+    __slots__ = ("at", "clock", "flights", "in_flight", "party", "pc", "waves")
+
+    def __init__(
+        self, waves: Array, pc: int, party: int, clock: int = 0, flights: tuple[Flight, ...] = ()
+    ) -> None:
+        self.waves, self.pc, self.party, self.clock = waves, pc, party, clock
+        first, last = int(waves[0]), int(waves[-1])
+        self.at: Any = slice(first, last + 1) if last - first + 1 == len(waves) else waves
+        self.set_flights(flights)
+
+    def set_flights(self, flights: tuple[Flight, ...]) -> None:
+        """What is under way; what loads nothing matters only behind something that does."""
+        first = next((i for i, f in enumerate(flights) if f.registers or f.land), len(flights))
+        self.flights = flights[first:]
+        self.in_flight = {register for flight in self.flights for register in flight.registers}
+
+
+class _Gathered:
+    """Registers of waves that do not lie side by side; a register that is read is a copy."""
+
+    __slots__ = ("array", "at")
+
+    def __init__(self, array: Array, at: Array) -> None:
+        self.array, self.at = array, at
+
+    def __getitem__(self, register: int) -> Array:
+        found: Array = self.array[register][self.at]
+        return found
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the machine needs to know of a kernel beside its steps.
+
+    Attributes:
+        name: Of the kernel.
+        steps: The program.
+        leaders: Indices that branches lead to.
+        vectors: Vector registers, accumulation registers included.
+        lanes: Of a wave.
+        scratch: Bytes a lane.
+    """
+
+    name: str
+    steps: Sequence[Step]
+    leaders: frozenset[int]
+    vectors: int
+    lanes: int
+    scratch: int
+
+
+class Machine:
+    """A batch of workgroups and the group of waves that is executing.
+
+    Attributes:
+        v, s: Vector and scalar registers of the current group, by number.
+        mask: [waves, lanes] of the current group: which lanes execute.
+        full: Whether all do.
+        waves: Of the current group, in the batch.
+        lanes: Of a wave.
+        memory, shared: Global memory and LDS.
+        counts: How often each step was executed, by any wave.
+        notes: What is undecided.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        memory: Memory,
+        workgroups: Array,
+        waves_a_workgroup: int,
+        shared_bytes: int,
+        order: str = "lockstep",
+    ) -> None:
+        self.launch, self.memory, self.workgroups, self.order = launch, memory, workgroups, order
+        self.lanes = launch.lanes
+        self.num_waves = len(workgroups) * waves_a_workgroup
+        # The first waves of all workgroups lie side by side, then the second ones.
+        self.wave_of = np.repeat(np.arange(waves_a_workgroup), len(workgroups))
+        self.workgroup_of = np.tile(np.arange(len(workgroups)), waves_a_workgroup)
+        self.vectors = np.full((launch.vectors, self.num_waves, self.lanes), GARBAGE, U32)
+        self.scalars = np.full((128, self.num_waves), GARBAGE, U32)
+        self.scc_of = np.zeros(self.num_waves, bool)
+        self.mode = np.zeros(self.num_waves, U32)
+        self.defined = Definedness(SCALARS + launch.vectors, self.num_waves, self.lanes)
+        self.shared = SharedMemory(len(workgroups), shared_bytes)
+        self.scratch = np.full((self.num_waves, self.lanes, launch.scratch // 4), GARBAGE, U32)
+        self.journal = Journal(self.shared.num_bytes, self.wave_of)
+        self.counts = [0] * len(launch.steps)
+        self.notes: set[str] = set()
+        self._waiting: list[Group] = []
+        self.set_scalar(EXEC, 0xFFFFFFFF)
+        self.set_scalar(EXEC + 1, 0xFFFFFFFF if self.lanes == 64 else 0)
+
+    # Registers before the first instruction.
+
+    def set_scalar(self, register: int, values: Any) -> None:
+        """Give a scalar register a value for each wave of the batch."""
+        self.scalars[register] = values
+        self.defined.write(register, slice(None), self.defined.all)  # type: ignore[arg-type]
+
+    def set_vector(self, register: int, values: Any) -> None:
+        """Give a vector register, counted from 0, values [waves, lanes]."""
+        self.vectors[register] = values
+        self.defined.write(SCALARS + register, slice(None), self.defined.all)  # type: ignore[arg-type]
+
+    # What steps use.
+
+    @property
+    def scc(self) -> Array:
+        """The condition code of each wave of the group."""
+        found: Array = self.scc_of[self.at]
+        return found
+
+    @scc.setter
+    def scc(self, values: Any) -> None:
+        self.scc_of[self.at] = values
+
+    def put(self, register: int, values: Any) -> None:
+        """Write a vector register of the lanes that execute; uint32 that broadcasts to [waves, lanes]."""
+        row = self.vectors[register]
+        if self.full:
+            row[self.at] = values
+        elif isinstance(self.at, slice):
+            np.copyto(row[self.at], values, where=self.mask)
+        else:
+            row[self.at] = np.where(self.mask, values, row[self.at])
+
+    def put_all(self, register: int, values: Array) -> None:
+        """Write vector registers from one on, whatever lanes execute; [registers, waves, lanes]."""
+        self.vectors[register : register + len(values), self.at] = values
+
+    def put_scalar(self, register: int, values: Any) -> None:
+        """Write a scalar register; uint32 that broadcasts to [waves]."""
+        self.scalars[register, self.at] = values
+        if register >= EXEC:
+            self._look_at_mask()
+
+    def bits(self, register: int) -> Array:
+        """A lane mask in scalar registers as [waves] uint64."""
+        low: Array = self.s[register].astype(U64)
+        return low if self.lanes == 32 else low | self.s[register + 1].astype(U64) << U64(32)
+
+    def put_bits(self, register: int, bits: Array) -> None:
+        """Write a lane mask [waves] uint64 into scalar registers."""
+        self.put_scalar(register, (bits & U64(0xFFFFFFFF)).astype(U32))
+        if self.lanes == 64:
+            self.put_scalar(register + 1, (bits >> U64(32)).astype(U32))
+
+    def unpack(self, bits: Array) -> Array:
+        """[waves] uint64 to [waves, lanes] bool."""
+        raw = np.ascontiguousarray(bits).view(U8).reshape(-1, 8)[:, : self.lanes // 8]
+        return np.unpackbits(raw, axis=1, bitorder="little").view(bool)
+
+    def pack(self, lanes: Array) -> Array:
+        """[waves, lanes] bool to [waves] uint64."""
+        packed = np.zeros((len(self.waves), 8), U8)
+        packed[:, : self.lanes // 8] = np.packbits(
+            np.broadcast_to(lanes, self.mask.shape), axis=1, bitorder="little"
+        )
+        return packed.view(U64)[:, 0]
+
+    @property
+    def executing(self) -> Array | None:
+        """The mask as memory takes it: None if all lanes execute."""
+        return None if self.full else self.mask
+
+    def fly(self, counter: str, registers: Sequence[int] = (), land: Landing | None = None) -> None:
+        """Note an access that is under way until a counter is waited for."""
+        group = self.group
+        group.set_flights((*group.flights, Flight(counter, tuple(registers), group.waves, land)))
+
+    def wait(self, counter: str, most: int) -> None:
+        """Let accesses of a counter land until at most so many are under way."""
+        flights = self.group.flights
+        counted = [flight for flight in flights if flight.counter == counter]
+        # Scalar loads come back in any order, so that only waiting for all of them says something.
+        if counter == "lgkmcnt" and most and any(flight.registers[:1] < (SCALARS,) for flight in counted):
+            return
+        landed = counted[: len(counted) - most] if most else counted
+        if not landed:
+            return
+        for flight in landed:
+            if flight.land is not None:
+                flight.land(self, flight.waves)
+        self.group.set_flights(tuple(flight for flight in flights if flight not in landed))
+
+    def note_shared(self, places: Array, size: int, owners: Array, words: Array | None = None) -> None:
+        """Enter an access to LDS into the journal.
+
+        Args:
+            places: [n], from `SharedMemory.places`.
+            size: Bytes.
+            owners: [n], the wave of the batch that each is of.
+            words: What is written, [n, words]; None for a read.
+        """
+        self.journal.entries.append(
+            Access(owners, places, size, self.step.instruction, self.group.clock, words)
+        )
+
+    def owners(self, mask: Array | None) -> Array:
+        """The wave of the batch of each lane of a mask, flat."""
+        return np.repeat(self.waves, self.lanes) if mask is None else self.waves[np.nonzero(mask)[0]]
+
+    def fault(self, what: str, wave: int, lane: int = -1, address: int = -1) -> Fault:
+        """A fault of the current instruction; `wave` counts in the batch."""
+        workgroup = self.workgroups[self.workgroup_of[wave]].tolist()
+        instruction = self.step.instruction
+        return Fault(self.launch.name, instruction, workgroup, int(self.wave_of[wave]), lane, address, what)
+
+    # The loop.
+
+    def run(self, most: int = 50_000_000) -> None:
+        """Execute every wave to its end.
+
+        Args:
+            most: Steps of groups after which a kernel is said not to end.
+
+        Raises:
+            Fault: the kernel did what it must not do.
+        """
+        waiting, groups = self._waiting, self._parties()
+        with np.errstate(all="ignore"):
+            while groups or waiting:
+                if not groups:
+                    self._end_of_epoch()
+                    groups = self._merged(list(waiting))
+                    waiting.clear()
+                groups = self._merged(groups)
+                index = min(range(len(groups)), key=lambda i: self._priority(groups[i]))
+                group = groups.pop(index)
+                if sum(self.counts) > most * self.num_waves:
+                    raise self.fault(f"it does not end within {most} steps", int(group.waves[0]))
+                groups += self._advance(group, min((g.clock for g in groups), default=None))
+            self._end_of_epoch()
+
+    def _parties(self) -> list[Group]:
+        """Waves that may be executed together."""
+        everyone = np.arange(self.num_waves)
+        if self.order in ("lockstep", "clock"):
+            return [Group(everyone, 0, 0)]
+        sign = 1 if self.order == "forward" else -1
+        numbers = range(int(self.wave_of.max()) + 1)
+        return [Group(everyone[self.wave_of == number], 0, sign * number) for number in numbers]
+
+    def _priority(self, group: Group) -> tuple[int, int]:
+        return (group.clock if self.order == "clock" else group.party), group.pc
+
+    def _merged(self, groups: list[Group]) -> list[Group]:
+        if len(groups) == 1:
+            return groups
+        alike: dict[Any, list[Group]] = {}
+        for group in groups:
+            clock = group.clock if self.order == "clock" else 0
+            alike.setdefault((group.pc, group.party, clock, group.flights), []).append(group)
+        merged = []
+        for (pc, party, _, flights), same in alike.items():
+            waves = np.sort(np.concatenate([group.waves for group in same])) if same[1:] else same[0].waves
+            merged.append(Group(waves, pc, party, max(group.clock for group in same), flights))
+        return merged
+
+    def _end_of_epoch(self) -> None:
+        """All waves are at a barrier, or done."""
+        latest = max((group.clock for group in self._waiting), default=0)
+        for group in self._waiting:
+            group.clock = latest
+        race = self.journal.conflicts()
+        if race is None:
+            return
+        earlier, later, place, wave = race
+        verbs = ["reads", "writes"]
+        what = (
+            f"LDS race: it {verbs[later.writes]} what line {earlier.instruction.line} "
+            f"`{earlier.instruction.text}` of another wave {verbs[earlier.writes]}, with no barrier between"
+        )
+        self.step = Step(_nothing, later.instruction)
+        fault = self.fault(what, wave, -1, place % self.shared.stride)
+        if self.order != "clock":
+            raise fault
+        self.notes.add(f"undecided after {abs(later.clock - earlier.clock)} ticks: {fault}")
+
+    def _enter(self, group: Group) -> None:
+        self.group, self.at, self.waves = group, group.at, group.waves
+        if isinstance(group.at, slice):
+            self.v: Any = self.vectors[:, group.at]
+            self.s: Any = self.scalars[:, group.at]
+        else:
+            self.v, self.s = _Gathered(self.vectors, group.at), _Gathered(self.scalars, group.at)
+        self._look_at_mask()
+
+    def _look_at_mask(self) -> None:
+        self.exec = self.bits(EXEC)
+        self.mask = self.unpack(self.exec)
+        self.full = bool((self.exec == self.defined.all).all())
+
+    def _advance(self, group: Group, others_clock: int | None) -> list[Group]:
+        """Execute a group up to where it parts, waits, ends, or meets a place that branches lead to."""
+        self._enter(group)
+        steps, leaders, counts, partial = (
+            self.launch.steps,
+            self.launch.leaders,
+            self.counts,
+            self.defined.partial,
+        )
+        limit = others_clock if self.order == "clock" else None
+        pc, size = group.pc, len(group.waves)
+        while True:
+            step = self.step = steps[pc]
+            if group.in_flight and not step.touches.isdisjoint(group.in_flight):
+                register = next(iter(step.touches & group.in_flight))
+                raise self.fault(
+                    f"{self._named(register)} is used before its load was waited for", group.waves[0]
+                )
+            if not partial.isdisjoint(step.touches):
+                self._watch(step)
+            counts[pc] += size
+            group.clock += step.ticks
+            pc += 1
+            if not step.flow:
+                try:
+                    step.run(self)
+                except BadAccess as bad:
+                    wave, lane = bad.place
+                    raise self.fault(bad.what, self.waves[wave], lane, bad.address) from None
+                if pc in leaders or (limit is not None and group.clock > limit):
+                    group.pc = pc
+                    return [group]
+                continue
+            group.pc = pc
+            if step.flow == "end":
+                return []
+            if step.flow == "barrier":
+                self._waiting.append(group)
+                return []
+            return self._branch(group, step)
+
+    def _branch(self, group: Group, step: Step) -> list[Group]:
+        step.run(self)
+        taken = self.taken
+        if taken is True or taken.all():
+            group.pc = step.target
+            return [group]
+        if not taken.any():
+            return [group]
+        stays, goes = group.waves[~taken], group.waves[taken]
+        return [
+            Group(stays, group.pc, group.party, group.clock, group.flights),
+            Group(goes, step.target, group.party, group.clock, group.flights),
+        ]
+
+    def _watch(self, step: Step) -> None:
+        """Follow what is not defined through one step, before it is executed."""
+        defined, at = self.defined, self.at
+        bad = defined.undefined(step.trusts, at)
+        if bad is not None and (bad & self.exec).any():
+            wave = int(np.argmax((bad & self.exec) != 0))
+            lane = int(np.argmax(self.unpack(bad & self.exec)[wave]))
+            names = ", ".join(self._named(r) for r in step.trusts if r in defined.partial)
+            raise self.fault(f"{names} decides something but was never written", group_wave(self, wave), lane)
+        undefined = None
+        if step.spread == "choice":
+            undefined = self._undefined_choice(step)
+        elif step.spread:
+            undefined = defined.undefined(step.reads, at)
+        if undefined is not None:
+            undefined = undefined & self.exec
+            if step.spread == "all":
+                undefined = np.where(undefined != 0, ALL, U64(0))
+        for register in step.writes:
+            if register < SCALARS:
+                lanes = np.full(len(self.waves), defined.all)
+                unknown = None if undefined is None else np.where(undefined != 0, ALL, U64(0))
+                defined.write(register, at, lanes, unknown)
+            else:
+                everyone = step.spread == "all"
+                lanes = np.full(len(self.waves), defined.all) if everyone else self.exec
+                defined.write(register, at, lanes, undefined)
+
+    def _undefined_choice(self, step: Step) -> Array | None:
+        """Of a choice between two sources, only what is chosen counts."""
+        first, second, *mask = step.reads
+        if self.defined.undefined(mask, self.at) is not None:
+            return np.full(len(self.waves), ALL)
+        chosen, nothing = self.bits(mask[0]), U64(0)
+        one, other = (self.defined.undefined([register], self.at) for register in (first, second))
+        return (nothing if one is None else one & ~chosen) | (nothing if other is None else other & chosen)
+
+    def _named(self, register: int) -> str:
+        return f"s{register}" if register < SCALARS else f"vector register {register - SCALARS}"
+
+
+def group_wave(machine: Machine, row: int) -> int:
+    """The wave of the batch that is a row of the current group."""
+    return int(machine.waves[row])
+
+
+def _nothing(machine: Machine) -> None:
+    """A step that does nothing."""
