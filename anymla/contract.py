@@ -512,7 +512,7 @@ def _check_pages(
 
 
 def _one_each(num_seqs: int, device: torch.device) -> Tensor:
-    """Offsets of one query token a sequence; on a GPU the same tensor each time: a captured graph may read it."""
+    """Offsets of one query token a sequence; on a GPU always the same tensor, which graphs capture."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         # During a capture nothing is computed yet, and on a CPU there are no graphs.
         return torch.arange(num_seqs + 1, dtype=torch.int32, device=device)

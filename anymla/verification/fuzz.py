@@ -15,7 +15,7 @@ from anymla.hardware.probe import Machine
 from anymla.kv_cache import KV_FORMATS
 from anymla.models import MODELS
 from anymla.problem import OPS, Feature, Problem
-from anymla.verification.batches import num_sequences
+from anymla.verification.batches import moved, num_sequences
 from anymla.verification.cases import Case, offered
 from anymla.verification.checks import judged, outputs_of, planned, run_call, run_planned, same_bits
 from anymla.verification.inputs import Inputs
@@ -50,10 +50,10 @@ class Extent:
     heads: int = 130
     keys: int = 4500
     sequences: int = 21
-    work: float = 6e8
+    work: float = 4e9
 
 
-GPU, CPU = Extent(), Extent(keys=700, work=8e6)
+GPU, CPU = Extent(), Extent(keys=700, sequences=7, work=8e6)
 """What takes some hundredths of a second there, the reference and all."""
 
 
@@ -148,15 +148,24 @@ def fuzzed(backend: str, machine: Machine, seed: int, number: int, extent: Exten
     return Fuzzed(seed, number, family, _case(Random(f"case {seed} {number}"), family, extent))
 
 
-def check(call: Fuzzed, backend: str, device: torch.device) -> Judgement:
-    """Run and judge one call; a crash is a finding like a wrong number."""
+def check(
+    call: Fuzzed, backend: str, device: torch.device, right_on: torch.device | None = None
+) -> Judgement:
+    """Run and judge one call; a crash is a finding like a wrong number.
+
+    Args:
+        call: From `fuzzed`.
+        backend: The name that it was made for.
+        device: Where it runs.
+        right_on: Where the right answer is worked out. None: there as well, for a GPU is quick in fp64.
+    """
     try:
-        return _checked(call, backend, device)
+        return _checked(call, backend, device, right_on or device)
     except Exception as error:  # what a kernel raises is not ours to foresee
         return wrong(f"{type(error).__name__}: {error}")
 
 
-def _checked(drawn: Fuzzed, backend: str, device: torch.device) -> Judgement:
+def _checked(drawn: Fuzzed, backend: str, device: torch.device, right_on: torch.device) -> Judgement:
     family, problem = drawn.family, drawn.case.problem
     features, found = problem.features, list[Judgement]()
 
@@ -174,9 +183,8 @@ def _checked(drawn: Fuzzed, backend: str, device: torch.device) -> Judgement:
             found.append(same_bits(call, got, order[: len(order) // 2 + 1], problem, backend, **drawn.bounds))
         return got
 
-    # The right answer is worked out on the device as well: in fp64 it is quick there.
-    call = drawn.inputs(device)
-    return together(judged(call, call, run), *found)
+    call = drawn.inputs(right_on)
+    return together(judged(call, call if right_on == device else moved(call, device), run), *found)
 
 
 def _family(backend: str, machine: Machine, seed: int, index: int, extent: Extent) -> Family:
@@ -236,7 +244,7 @@ def _draw_family(rng: Random, op: str, extent: Extent) -> Family:
         value if op == "prefill" else 0,
         rng.choice(_PAGES) if cached else 1,
         q_len,
-        rng.choice((1, 5, 33, 64, 100, 256, 512, 2048)) if op in ("sparse_decode", "index_topk") else 0,
+        rng.choice((1, 5, 33, 64, 100, 256, 512, 2048, 4096)) if op in ("sparse_decode", "index_topk") else 0,
         frozenset(features | ({Feature.MULTI_TOKEN} if q_len > 1 else set())),
     )
     return Family(
@@ -254,11 +262,6 @@ def _case(rng: Random, family: Family, extent: Extent) -> Case:
     """Draw what differs within a family."""
     p = family.problem
     heads = rng.choice([h for h in range(1, extent.heads + 1) if _alike(h, p)])
-    width = 2 * p.kv_lora_rank + p.qk_rope_head_dim
-    if p.op == "prefill":
-        # Keys and values are decompressed for every head.
-        width *= max((p.qk_nope_head_dim + p.v_head_dim) // 8, 1)
-    room = extent.work / (width * heads)
     # Neither one nor a multiple of 16, for which kernels are compiled anew.
     several = [n for n in (2, 3, 4, 5, 7, 9, 13, 21) if n <= extent.sequences]
     seqs = 1 if family.lone else rng.choice(several)
@@ -267,16 +270,17 @@ def _case(rng: Random, family: Family, extent: Extent) -> Case:
     topk = p.topk
     if p.op == "sparse_decode":
         q_lens = (1,) * seqs
-        topk = _topk(rng, p.topk, room / seqs)
+        topk = _topk(rng, p.topk, extent.work / seqs / _products(p, heads, 1))
         seq_lens = (max(2, _length(rng, extent.keys, p.block_size)),)
     elif p.op == "write_cache":
         seq_lens = (_length(rng, 600, p.block_size),)
     else:
         if p.op == "prefill" or family.has_offsets:
-            q_lens = _q_lens(rng, family, min(seqs, max(1, int(room / 40))))
-            seqs = len(q_lens)
-        rows = max(q_lens or (1,)) if p.op != "prefill" else sum(q_lens or (1,))
-        longest = int(min(extent.keys, max(8, room / max(1, rows) / seqs * 2)))
+            # New tokens are keys as well.
+            rows = next(n for n in (160, 70, 8) if n == 8 or n * _products(p, heads, n) * seqs < extent.work)
+            q_lens = _q_lens(rng, family, seqs, rows)
+        longest = 2 * extent.work / seqs / _products(p, heads, max(1, *q_lens or (1,)))
+        longest = int(min(max(longest, 8), extent.keys))
         seq_lens = tuple(_length(rng, longest, p.block_size) for _ in range(seqs))
     if p.op == "index_topk":
         topk = _topk(rng, p.topk, 4096)
@@ -293,6 +297,16 @@ def _case(rng: Random, family: Family, extent: Extent) -> Case:
         exact=rng.random() < 0.5,
         seed=rng.getrandbits(31),
     )
+
+
+def _products(problem: Problem, heads: int, rows: int) -> int:
+    """Products for each key of a sequence with so many query tokens."""
+    p = problem
+    if p.op != "prefill":
+        return heads * rows * (2 * p.kv_lora_rank + p.qk_rope_head_dim)
+    # Decompressing is dense, and fast for its size.
+    attending = rows * (p.qk_nope_head_dim + p.qk_rope_head_dim + p.v_head_dim)
+    return heads * (attending + p.kv_lora_rank * (p.qk_nope_head_dim + p.v_head_dim) // 16)
 
 
 def _alike(heads: int, problem: Problem) -> bool:
@@ -313,9 +327,9 @@ def _topk(rng: Random, like: int, most: float) -> int:
     return topk if step == 16 or topk % 16 else topk - 1
 
 
-def _q_lens(rng: Random, family: Family, seqs: int) -> tuple[int, ...]:
+def _q_lens(rng: Random, family: Family, seqs: int, most: int) -> tuple[int, ...]:
     """Query tokens of each sequence; the call has one more, and neither one nor a multiple of 16 in all."""
-    bound = family.problem.q_len
+    bound = min(family.problem.q_len, most)
     if family.problem.op != "prefill" and not family.planned:
         cuts = sorted(rng.randint(0, bound - 1) for _ in range(seqs - 1))
         return tuple(b - a for a, b in zip((0, *cuts), (*cuts, bound - 1), strict=True))

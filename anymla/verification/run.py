@@ -29,6 +29,9 @@ from anymla.verification.workers import shared_out
 Progress = Callable[[int, int, str], None]
 """Called with what is done, what there is, and what is next."""
 
+Item = Case | fuzz.Fuzzed | type[faults.Kernel]
+"""What a process may be given to do."""
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -135,18 +138,14 @@ def verify(
     if not any(case.check == "right" for case in found):
         # Nothing is offered here, and choosing says why.
         select.choose(found[0].problem, machine, backend)
-    lengths = faults.LENGTHS[:3] if quick else faults.LENGTHS
-    tell = _Told(progress, len(found) + len(faults.FAULTS))
-    outcomes = tell.each(
-        partial(_outcome, backend=backend, device=place), [[case] for case in found], processes
-    )
-    tried: list[Outcome] = []
-    for fault in faults.FAULTS:
-        tell.next(f"fault: {fault.name}")
-        tried.append(Outcome(fault.name, "fault", faults.caught(fault, lengths)))
-        tell.done += 1
-    tell.next("")
-    return Report(backend, machine, {"quick": quick}, outcomes, tuple(tried), time.monotonic() - began)
+    # The faults share what they are tried at, so they stay together.
+    groups: list[list[Item]] = [[case] for case in found]
+    groups.append([*faults.FAULTS])
+    work = partial(_outcome, backend=backend, device=place, quick=quick)
+    outcomes = _each(work, groups if processes <= 1 else groups[::-1], processes, progress)
+    tried = tuple(outcome for outcome in outcomes if outcome.op == "fault")
+    judged = tuple(outcome for outcome in outcomes if outcome.op != "fault")
+    return Report(backend, machine, {"quick": quick}, judged, tried, time.monotonic() - began)
 
 
 def verify_random(
@@ -187,52 +186,53 @@ def verify_random(
         families.setdefault(call.number % fuzz.FAMILIES, []).append(call)
     # What takes long to compile first, so that no process is left alone with it at the end.
     groups = sorted(families.values(), key=lambda calls: calls[0].case.problem.op != "prefill")
-    tell = _Told(progress, len(drawn))
-    outcomes = tell.each(partial(_outcome, backend=backend, device=place), groups, processes)
-    tell.next("")
+    outcomes = _each(partial(_outcome, backend=backend, device=place), groups, processes, progress)
     extent = {"fuzz": len(drawn), "seed": seed}
     return Report(backend, machine, extent, outcomes, (), time.monotonic() - began)
 
 
-class _Told:
-    """Progress: what is done, of how much."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self.progress, self.total, self.done = progress, total, 0
-
-    def next(self, what: str) -> None:
-        """Say what comes next."""
-        if self.progress:
-            self.progress(self.done, self.total, what)
-
-    def each(
-        self,
-        work: Callable[[Case | fuzz.Fuzzed], Outcome],
-        groups: Sequence[Sequence[Case | fuzz.Fuzzed]],
-        processes: int,
-    ) -> tuple[Outcome, ...]:
-        """The outcomes of all groups, the next case named before each."""
-        names = [item.id for group in groups for item in group]
-        outcomes: list[Outcome] = []
-        if names:
-            self.next(names[0])
-        for outcome in shared_out(work, groups, processes, _lost):
-            outcomes.append(outcome)
-            self.done += 1
-            if len(outcomes) < len(names):
-                self.next(names[len(outcomes)] if processes <= 1 else outcome.name)
-        return tuple(outcomes)
+def _each(
+    work: Callable[[Item], Outcome],
+    groups: Sequence[Sequence[Item]],
+    processes: int,
+    progress: Progress | None,
+) -> tuple[Outcome, ...]:
+    """The outcomes of all groups; progress names what comes next or, with many processes, what is done."""
+    names = [_name(item) for group in groups for item in group]
+    tell = progress or (lambda done, total, what: None)
+    outcomes: list[Outcome] = []
+    tell(0, len(names), names[0] if names else "")
+    for outcome in shared_out(work, groups, processes, _lost):
+        outcomes.append(outcome)
+        following = [*names[len(outcomes) : len(outcomes) + 1], ""][0]
+        tell(len(outcomes), len(names), following if processes <= 1 else outcome.name)
+    return tuple(outcomes)
 
 
-def _outcome(item: Case | fuzz.Fuzzed, backend: str, device: torch.device) -> Outcome:
+def _outcome(item: Item, backend: str, device: torch.device, quick: bool = False) -> Outcome:
     if isinstance(item, fuzz.Fuzzed):
-        return Outcome(item.id, item.case.problem.op, fuzz.check(item, backend, device))
-    return Outcome(item.id, item.problem.op, check_case(item, backend, this_machine(device), device))
+        judgement = fuzz.check(item, backend, device)
+    elif isinstance(item, Case):
+        judgement = check_case(item, backend, this_machine(device), device)
+    else:
+        return Outcome(
+            item.name, "fault", faults.caught(item, faults.LENGTHS[:3] if quick else faults.LENGTHS)
+        )
+    return Outcome(_name(item), _op(item), judgement)
 
 
-def _lost(item: Case | fuzz.Fuzzed, reason: str) -> Outcome:
-    problem = item.case.problem if isinstance(item, fuzz.Fuzzed) else item.problem
-    return Outcome(item.id, problem.op, wrong(reason))
+def _lost(item: Item, reason: str) -> Outcome:
+    return Outcome(_name(item), _op(item), wrong(reason))
+
+
+def _name(item: Item) -> str:
+    return item.id if isinstance(item, Case | fuzz.Fuzzed) else f"fault: {item.name}"
+
+
+def _op(item: Item) -> str:
+    if isinstance(item, fuzz.Fuzzed):
+        return item.case.problem.op
+    return item.problem.op if isinstance(item, Case) else "fault"
 
 
 def device_of(backend: str) -> str:
