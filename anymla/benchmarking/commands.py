@@ -60,7 +60,7 @@ def main(given: list[str] | None = None) -> int:
 
 def run_suite(asked: Any, device: torch.device) -> int:
     """Run a suite, print and record it."""
-    say = _silent if asked.json else _say
+    tell = _silent if asked.json else say
     found = suite.run_suite(
         asked.what,
         device,
@@ -69,17 +69,17 @@ def run_suite(asked: Any, device: torch.device) -> int:
         repeats=asked.repeats,
         processes=asked.processes,
         commit=asked.commit,
-        say=say,
+        say=tell,
     )
     _keep(found, asked)
-    say(suite.summary(found))
+    tell(suite.summary(found))
     return int(not all(case["passed"] for case in found["cases"]))
 
 
 def run_tune(asked: Any, device: torch.device) -> int:
     """Try launch rows: those given, else a climb from the one in use."""
     processes = asked.processes if asked.processes is not None else os.cpu_count() or 1
-    arch, found, say = this_machine(device).arch, {}, _silent if asked.json else _say
+    arch, found, tell = this_machine(device).arch, {}, _silent if asked.json else say
     if asked.variants:
         text = Path(asked.variants).read_text() if Path(asked.variants).is_file() else asked.variants
         for name, variants in json.loads(text).items():
@@ -90,14 +90,16 @@ def run_tune(asked: Any, device: torch.device) -> int:
                 return tune.row_in_use(row, call, kernel, asked.backend, arch)
 
             rows = [{}, *(tune.rows_from(variant, in_use) for variant in variants)]
-            found[name] = tune.compared(row, call, rows, device, asked.backend, asked.repeats, processes, say)
+            found[name] = tune.compared(
+                row, call, rows, device, asked.backend, asked.repeats, processes, tell
+            )
     else:
         kernel = asked.kernel or "attend"
         name = asked.case or tune.usual_case(kernel)
         row = suite.row_named(name, device)
-        options = {"backend": asked.backend, "repeats": asked.repeats, "processes": processes, "say": say}
+        options = {"backend": asked.backend, "repeats": asked.repeats, "processes": processes, "say": tell}
         found[name] = tune.tune(row, kernel, device, **options)
-        say(f"fastest for {name}:\n    {tune.proposal(kernel, arch, found[name])}")
+        tell(f"fastest for {name}:\n    {tune.proposal(kernel, arch, found[name])}")
     made = provenance(device)
     trials = {name: [trial.to_dict() for trial in tried] for name, tried in found.items()}
     _keep({"suite": "tune", **made, "commit": made["commit"] or asked.commit, "cases": trials}, asked)
@@ -127,7 +129,8 @@ def _silent(line: str) -> None:
     """Say nothing: only the record is wanted."""
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """Print at once, also where output is a file."""
     print(line, flush=True)
 
 

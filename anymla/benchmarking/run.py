@@ -165,8 +165,7 @@ def bench(
     if found.judgement.passed:
         timing = time_in_turns({"run": captured(ready.run, device)}, device, repeats=repeats)["run"]
         times = planning_times(ready, device, repeats) if planning else None
-    dtype = torch.float32 if device.type == "cpu" else DTYPES[workload.problem.q_dtype]
-    best = best_of(device, dtype)
+    best = ceilings(device, workload.problem.q_dtype)
     return Record(workload, ready.backend, ready.launch, found, timing, *best, planning=times)
 
 
@@ -301,6 +300,15 @@ def _describer(call: Inputs, workload: Workload) -> Callable[[], Batch]:
 
 
 @lru_cache(maxsize=8)
-def best_of(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
-    """Copy bandwidth and product rate of a device, measured once a process."""
-    return copy_bandwidth(device), product_rate(device, dtype)
+def ceilings(device: torch.device, q_dtype: str = "bf16") -> tuple[float, float]:
+    """Bytes and products a second of a large copy and a large product, measured once a process.
+
+    The product is of q_dtype on a GPU; on a CPU it is of fp32, which many multiply faster than anything else.
+    """
+    dtype = torch.float32 if device.type == "cpu" else DTYPES[q_dtype]
+    return _copy_bandwidth(device), product_rate(device, dtype)
+
+
+@lru_cache(maxsize=8)
+def _copy_bandwidth(device: torch.device) -> float:
+    return copy_bandwidth(device)

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from anymla.benchmarking.run import Record, bench, best_of, provenance
-from anymla.benchmarking.workloads import DTYPES, Workload
+from anymla.benchmarking.run import Record, bench, ceilings, provenance
+from anymla.benchmarking.workloads import Workload
 from anymla.errors import InvalidInput
 from anymla.hardware.probe import this_machine
 from anymla.models import model_named
@@ -231,8 +231,7 @@ def run_suite(
         processes = 0 if device.type == "cpu" else os.cpu_count() or 1
     if processes:
         compile_all(distinct(rows), device, backend, processes, say)
-    dtype = torch.float32 if device.type == "cpu" else DTYPES["bf16"]
-    copy, product = best_of(device, dtype)
+    copy, product = ceilings(device)
     say(f"copy {copy / 1e12:.3f} TB/s, product {product / 1e12:.1f} TFLOP/s")
     found: dict[str, Record] = {}
     cases = []

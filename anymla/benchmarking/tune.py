@@ -14,11 +14,10 @@ from typing import Any, cast
 import torch
 
 from anymla.benchmarking.inputs import drawn_inputs
-from anymla.benchmarking.run import best_of, planned
+from anymla.benchmarking.run import ceilings, planned
 from anymla.benchmarking.sample import verified
 from anymla.benchmarking.suite import Row, Say, in_processes
 from anymla.benchmarking.timing import captured, time_in_turns
-from anymla.benchmarking.workloads import DTYPES
 from anymla.errors import InvalidInput
 from anymla.hardware.launch import LAUNCH, Launch, launch_rows
 from anymla.hardware.probe import this_machine
@@ -214,7 +213,7 @@ def compared(
         except Exception as error:  # what a kernel raises is not ours to foresee
             refused[i] = f"{type(error).__name__}: {error}"
     times = time_in_turns(runs, device, repeats=repeats)
-    copy, product = best_of(device, torch.float32 if device.type == "cpu" else DTYPES["bf16"])
+    copy, product = ceilings(device)
     floor = max(row.work.num_bytes / copy, row.work.flops / product) * 1e6
     trials = []
     for i, rows in enumerate(variants):

@@ -15,9 +15,11 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Copies and products that take no time."""
     monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 1 << 16})
     monkeypatch.setattr(timing, "PRODUCT_SIZE", {"cpu": 32})
-    run.best_of.cache_clear()
+    run.ceilings.cache_clear()
+    run._copy_bandwidth.cache_clear()
     yield
-    run.best_of.cache_clear()
+    run.ceilings.cache_clear()
+    run._copy_bandwidth.cache_clear()
 
 
 @pytest.fixture
