@@ -14,6 +14,13 @@ class Arch:
         wave_size: Threads that run in lockstep.
         shared_bytes: The most LDS or shared memory that one workgroup can have, 0 for a CPU.
         multiprocessors: Compute units or SMs of `part`; None where the vendor has published none.
+        simds: SIMDs of a unit (two compute units where these share LDS) or parts of a multiprocessor.
+        waves: The most waves that a SIMD holds.
+        registers: 32-bit vector registers that a SIMD has for each lane of a wave.
+        register_granule: A wave gets a multiple of so many.
+        unit_shared_bytes: LDS or shared memory of a unit.
+        reserved_shared_bytes: What each workgroup takes of it beside its own.
+        tensor_columns: Columns of tensor memory of a multiprocessor.
         fp8_flavour: What a bare "fp8" means there: "e4m3fn" or "e4m3fnuz".
         has_fp8: Whether its matrix units multiply that flavour.
         source: Where the numbers are from.
@@ -27,6 +34,13 @@ class Arch:
     fp8_flavour: str
     has_fp8: bool
     source: str
+    simds: int = 4
+    waves: int = 1
+    registers: int = 0
+    register_granule: int = 1
+    unit_shared_bytes: int = 0
+    reserved_shared_bytes: int = 0
+    tensor_columns: int = 0
 
 
 KIB = 1024
@@ -53,6 +67,10 @@ ARCHES: Mapping[str, Arch] = {
         fp8_flavour="e4m3fn",
         has_fp8=False,
         source=_ROCM,
+        waves=8,
+        registers=512,
+        register_granule=8,
+        unit_shared_bytes=64 * KIB,
     ),
     "gfx942": Arch(
         vendor="amd",
@@ -63,6 +81,10 @@ ARCHES: Mapping[str, Arch] = {
         fp8_flavour="e4m3fnuz",
         has_fp8=True,
         source=f"{_ROCM}; CDNA3 ISA reference: its fp8 is E4M3 FNUZ",
+        waves=8,
+        registers=512,
+        register_granule=8,
+        unit_shared_bytes=64 * KIB,
     ),
     "gfx950": Arch(
         vendor="amd",
@@ -73,6 +95,10 @@ ARCHES: Mapping[str, Arch] = {
         fp8_flavour="e4m3fn",
         has_fp8=True,
         source=f"{_ROCM}; CDNA4 ISA reference: its fp8 is OCP E4M3",
+        waves=8,
+        registers=512,
+        register_granule=8,
+        unit_shared_bytes=160 * KIB,
     ),
     "gfx1100": Arch(
         vendor="amd",
@@ -83,6 +109,10 @@ ARCHES: Mapping[str, Arch] = {
         fp8_flavour="e4m3fn",
         has_fp8=False,
         source=f"{_ROCM}; 128 KiB a WGP, 64 KiB a workgroup",
+        waves=16,
+        registers=1536,
+        register_granule=24,
+        unit_shared_bytes=128 * KIB,
     ),
     "gfx1201": Arch(
         vendor="amd",
@@ -93,6 +123,10 @@ ARCHES: Mapping[str, Arch] = {
         fp8_flavour="e4m3fn",
         has_fp8=True,
         source=f"{_ROCM}; 128 KiB a WGP, 64 KiB a workgroup",
+        waves=16,
+        registers=1536,
+        register_granule=24,
+        unit_shared_bytes=128 * KIB,
     ),
     "gfx1250": Arch(
         vendor="amd",
@@ -113,6 +147,11 @@ ARCHES: Mapping[str, Arch] = {
         fp8_flavour="e4m3fn",
         has_fp8=False,
         source=_CUDA,
+        waves=16,
+        registers=512,
+        register_granule=8,
+        unit_shared_bytes=164 * KIB,
+        reserved_shared_bytes=KIB,
     ),
     "sm86": Arch(
         vendor="nvidia",
@@ -123,6 +162,11 @@ ARCHES: Mapping[str, Arch] = {
         fp8_flavour="e4m3fn",
         has_fp8=False,
         source=_CUDA,
+        waves=12,
+        registers=512,
+        register_granule=8,
+        unit_shared_bytes=100 * KIB,
+        reserved_shared_bytes=KIB,
     ),
     "sm89": Arch(
         vendor="nvidia",
@@ -133,6 +177,11 @@ ARCHES: Mapping[str, Arch] = {
         fp8_flavour="e4m3fn",
         has_fp8=True,
         source=_CUDA,
+        waves=12,
+        registers=512,
+        register_granule=8,
+        unit_shared_bytes=100 * KIB,
+        reserved_shared_bytes=KIB,
     ),
     "sm90": Arch(
         vendor="nvidia",
@@ -143,6 +192,11 @@ ARCHES: Mapping[str, Arch] = {
         fp8_flavour="e4m3fn",
         has_fp8=True,
         source=_CUDA,
+        waves=16,
+        registers=512,
+        register_granule=8,
+        unit_shared_bytes=228 * KIB,
+        reserved_shared_bytes=KIB,
     ),
     "sm100": Arch(
         vendor="nvidia",
@@ -153,6 +207,12 @@ ARCHES: Mapping[str, Arch] = {
         fp8_flavour="e4m3fn",
         has_fp8=True,
         source=_CUDA,
+        waves=16,
+        registers=512,
+        register_granule=8,
+        unit_shared_bytes=228 * KIB,
+        reserved_shared_bytes=KIB,
+        tensor_columns=512,
     ),
     "sm120": Arch(
         vendor="nvidia",
@@ -163,5 +223,10 @@ ARCHES: Mapping[str, Arch] = {
         fp8_flavour="e4m3fn",
         has_fp8=True,
         source=_CUDA,
+        waves=12,
+        registers=512,
+        register_granule=8,
+        unit_shared_bytes=100 * KIB,
+        reserved_shared_bytes=KIB,
     ),
 }

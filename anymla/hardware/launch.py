@@ -22,6 +22,8 @@ class Launch:
         widest: The widest key or value that its registers hold; a row with a width is for the shapes that
             no narrower one takes. 0: any.
         wgmma: Whether warpgroups multiply from on-chip memory, copies and products placed by hand.
+        reread: Whether each block of keys brings the queries from on-chip memory anew, for chips on which
+            every wave would need registers for all of them.
     """
 
     block_m: int
@@ -34,8 +36,16 @@ class Launch:
     swap: bool = False
     widest: int = 0
     wgmma: bool = False
+    reread: bool = False
 
 
+_CDNA_ATTEND = (
+    Launch(block_m=16, block_n=32, num_warps=4, num_stages=2),
+    Launch(block_m=16, block_n=32, num_warps=4, num_stages=1),
+    Launch(block_m=32, block_n=32, num_warps=4, num_stages=2),
+    Launch(block_m=64, block_n=16, num_warps=8, num_stages=2),
+)
+_RDNA_ATTEND = (Launch(block_m=16, block_n=16, num_warps=8, num_stages=1, swap=True, reread=True),)
 _CDNA_PREFILL = (
     Launch(block_m=64, block_n=64, num_warps=4, num_stages=2, widest=192),
     Launch(block_m=128, block_n=64, num_warps=8, num_stages=1, widest=192),
@@ -47,6 +57,19 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
     ("attend", "*"): (
         Launch(block_m=16, block_n=32, num_warps=4, num_stages=1),
         Launch(block_m=16, block_n=16, num_warps=4, num_stages=1),
+    ),
+    ("attend", "gfx90a"): _CDNA_ATTEND,
+    ("attend", "gfx942"): _CDNA_ATTEND,
+    ("attend", "gfx950"): (
+        Launch(block_m=16, block_n=64, num_warps=4, num_stages=2),
+        Launch(block_m=32, block_n=32, num_warps=4, num_stages=2),
+        Launch(block_m=64, block_n=16, num_warps=8, num_stages=2),
+    ),
+    ("attend", "gfx1100"): _RDNA_ATTEND,
+    ("attend", "gfx1201"): _RDNA_ATTEND,
+    ("attend", "nvidia"): (
+        Launch(block_m=16, block_n=32, num_warps=8, num_stages=2),
+        Launch(block_m=32, block_n=32, num_warps=8, num_stages=2),
     ),
     ("attend", "sm90"): (
         Launch(block_m=16, block_n=64, num_warps=4, num_stages=3, chunk=256),

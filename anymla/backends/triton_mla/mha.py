@@ -138,21 +138,20 @@ def mha_kernel(
                     acc = acc + (tl.zeros((BLOCK_M, V_WIDTH), tl.float32),)
 
             row_0 = line_start - origin
-            k_base = keys + head * stride_kh + row_0 * P
-            r_base = rope + row_0 * stride_rt
-            v_base = values + head * stride_vh + row_0 * V
+            k_base = keys + head * stride_kh
+            v_base = values + head * stride_vh
             full = tl.maximum(tl.minimum(stop, seen_by_all) // BLOCK_N * BLOCK_N, lo)
             for key in tl.range(lo, full, BLOCK_N):
                 top, total, acc = _absorb(
-                    q_p, q_r, k_base, r_base, v_base, stride_rt, stride_rd, key, stop, rows, sm_scale_log2e,
-                    top, total, acc, P, R, V, P_WIDTH, P_CHUNKS, R_PADDED, V_WIDTH, V_CHUNKS, BLOCK_N, False,
-                    False,
+                    q_p, q_r, k_base, rope, v_base, stride_rt, stride_rd, row_0, key, stop, rows,
+                    sm_scale_log2e, top, total, acc, P, R, V, P_WIDTH, P_CHUNKS, R_PADDED, V_WIDTH, V_CHUNKS,
+                    BLOCK_N, False, False,
                 )  # fmt: skip
             for key in tl.range(full, stop, BLOCK_N):
                 top, total, acc = _absorb(
-                    q_p, q_r, k_base, r_base, v_base, stride_rt, stride_rd, key, stop, rows, sm_scale_log2e,
-                    top, total, acc, P, R, V, P_WIDTH, P_CHUNKS, R_PADDED, V_WIDTH, V_CHUNKS, BLOCK_N, True,
-                    CAUSAL and not CONTEXT,
+                    q_p, q_r, k_base, rope, v_base, stride_rt, stride_rd, row_0, key, stop, rows,
+                    sm_scale_log2e, top, total, acc, P, R, V, P_WIDTH, P_CHUNKS, R_PADDED, V_WIDTH, V_CHUNKS,
+                    BLOCK_N, True, CAUSAL and not CONTEXT,
                 )  # fmt: skip
 
             is_done = False if CONTEXT else stop == seen_by_any
@@ -225,24 +224,27 @@ def _store_block(base, live, cols, stride, block, WIDTH: tl.constexpr):
 
 @triton.jit
 def _absorb(
-    q_p, q_r, k_base, r_base, v_base, stride_rt, stride_rd, key, stop, rows, score_scale, top, total, acc,
+    q_p, q_r, keys, rope, values, stride_rt, stride_rd, row_0, key, stop, rows, score_scale, top, total, acc,
     P: tl.constexpr, R: tl.constexpr, V: tl.constexpr, P_WIDTH: tl.constexpr, P_CHUNKS: tl.constexpr,
     R_PADDED: tl.constexpr, V_WIDTH: tl.constexpr, V_CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Take keys `key` to `key + BLOCK_N` into the running softmax; all rows see all of them unless MASKED."""
+    """Take keys `key` to `key + BLOCK_N` into the running softmax; all rows see all of them unless MASKED.
+
+    `row_0` is the row of key 0 in keys, rope and values.
+    """
     steps = tl.arange(0, BLOCK_N)
     offs = key + steps
     valid = offs < stop
-    key_0 = tl.cast(key, tl.int64)
+    row = row_0 + key
     scores = tl.zeros((top.shape[0], BLOCK_N), tl.float32)
     for chunk in tl.static_range(P_CHUNKS):
         cols = chunk * P_WIDTH + tl.arange(0, P_WIDTH)
-        k = _load_block(k_base + key_0 * P, steps * P, valid, cols, 1, P, P_WIDTH * P_CHUNKS, MASKED)
+        k = _load_block(keys + row * P, steps * P, valid, cols, 1, P, P_WIDTH * P_CHUNKS, MASKED)
         scores = tl.dot(q_p[chunk], tl.trans(k), scores, input_precision="ieee")
     if R > 0:
         k = _load_block(
-            r_base + key_0 * stride_rt,
+            rope + row * stride_rt,
             steps.to(tl.int64) * stride_rt,
             valid,
             tl.arange(0, R_PADDED),
@@ -266,7 +268,7 @@ def _absorb(
     new_acc = ()
     for chunk in tl.static_range(V_CHUNKS):
         cols = chunk * V_WIDTH + tl.arange(0, V_WIDTH)
-        v = _load_block(v_base + key_0 * V, steps * V, valid, cols, 1, V, V_WIDTH * V_CHUNKS, MASKED)
+        v = _load_block(values + row * V, steps * V, valid, cols, 1, V, V_WIDTH * V_CHUNKS, MASKED)
         part = tl.dot(weights.to(v.dtype), v, acc[chunk] * decay[:, None], input_precision="ieee")
         new_acc = new_acc + (part,)
     return new_top, total, new_acc

@@ -10,7 +10,6 @@ from anymla.verification.amdgcn.instructions import lanes
 from anymla.verification.amdgcn.instructions.rows import (
     FLOATS,
     HALF,
-    WIDE,
     I64,
     U32,
     Commit,
@@ -89,13 +88,7 @@ class Vector(Row):
         if mnemonic.endswith("_dpp"):
             run = lanes.enabled(run, context)
             reads = [*reads, *writes]
-        lower = [
-            register
-            for operand, kind in zip(sources, spec.sources)
-            for register in context.registers(operand)[: 1 if kind in WIDE else None]
-        ]
-        trusts = reads if EXEC in writes else ()
-        return step(run, context, reads, writes, spread=self.spread, trusts=trusts, lower=tuple(lower))
+        return step(run, context, reads, writes, spread=self.spread, trusts=reads if EXEC in writes else ())
 
 
 def _finished(semantics: Callable[..., Any], kinds: Sequence[str], context: Context) -> Callable[..., Any]:

@@ -1,0 +1,1 @@
+"""Compile every kernel in every launch row for every chip, without one, and read what came out."""

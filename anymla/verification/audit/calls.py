@@ -1,0 +1,185 @@
+"""Calls that make a chip compile every kernel in every launch row, in every form that changes its code.
+
+Caches are in pages of 64, 16 and 1 token, below and above 2 GiB (AMD addresses them differently); widths are
+those of MODELS.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from anymla.backends import triton_mla
+from anymla.contract import Batch, DecodeArgs, PrefillArgs, SparseArgs, WriteArgs
+from anymla.hardware.probe import Machine
+from anymla.kv_cache import KV_FORMATS, KVCache
+from anymla.problem import Feature, Problem
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+NUM_SEQS, SEQ_LEN, TOPK = 8, 4096, 2048
+FAR_BYTES = (2 << 30) + (1 << 20)
+"""A cache whose last byte is out of reach of a signed 32-bit offset. Its memory is never touched."""
+ATTENTION = frozenset((Feature.LSE, Feature.SINKS))
+FLOATS = ("bf16", "fp16")
+FP8 = ("fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_ds_mla", "fp8_ds_mla_fnuz")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the backend.
+
+    Attributes:
+        problem: Its facts.
+        far: Whether its cache is larger than 2 GiB.
+        context: Cached tokens of a prefill, a sequence.
+        counted: Whether a sparse decode has counts.
+        aligned: Whether the block table's rows start at multiples of 16 elements.
+    """
+
+    problem: Problem
+    far: bool = False
+    context: int = 0
+    counted: bool = True
+    aligned: bool = True
+
+    def __str__(self) -> str:
+        p = self.problem
+        widths = f"{p.kv_lora_rank}/{p.qk_rope_head_dim}"
+        if p.op == "prefill":
+            widths += f" {p.qk_nope_head_dim}/{p.v_head_dim}"
+        words = [p.op, p.q_dtype, p.kv_format, widths, f"{p.num_heads}×{p.q_len}", f"page {p.block_size}"]
+        words += ["over 2 GiB"] if self.far else []
+        words += [f"context {self.context}"] if self.context else []
+        words += ["batch-invariant"] if Feature.BATCH_INVARIANT in p.features else []
+        return " ".join(words)
+
+    def run(self, machine: Machine) -> None:
+        """Plan and launch, on memory that is not looked at."""
+        {"decode": self._decode, "sparse_decode": self._sparse, "prefill": self._prefill}.get(
+            self.problem.op, self._write
+        )(machine)
+
+    def _decode(self, machine: Machine) -> None:
+        p = self.problem
+        tokens = NUM_SEQS * p.q_len
+        plan = triton_mla.plan_decode(self._batch(SEQ_LEN, cached=True), p, machine, {})
+        ql_nope, q_pe = self._queries(tokens)
+        triton_mla.decode(DecodeArgs(ql_nope, q_pe, self._cache(), *self._rest(tokens)), plan)
+
+    def _sparse(self, machine: Machine) -> None:
+        p = self.problem
+        plan = triton_mla.plan_sparse_decode(NUM_SEQS, torch.device("cpu"), p, machine, {})
+        indices = torch.empty(NUM_SEQS, p.topk, dtype=torch.int32)
+        counts = torch.empty(NUM_SEQS, dtype=torch.int32) if self.counted else None
+        ql_nope, q_pe = self._queries(NUM_SEQS)
+        args = SparseArgs(ql_nope, q_pe, self._cache(), indices, counts, *self._rest(NUM_SEQS))
+        triton_mla.sparse_decode(args, plan)
+
+    def _prefill(self, machine: Machine) -> None:
+        p = self.problem
+        tokens, dtype = NUM_SEQS * p.q_len, DTYPES[p.q_dtype]
+        heads, rank, rope = p.num_heads, p.kv_lora_rank, p.qk_rope_head_dim
+        batch = self._batch(self.context + p.q_len, cached=False)
+        # Only the device knows the lengths: latents are then decompressed by our kernel, not by a library.
+        batch = replace(batch, seq_lens_host=None, qo_indptr_host=None)
+        args = PrefillArgs(
+            torch.empty(tokens, heads, p.qk_nope_head_dim, dtype=dtype),
+            torch.empty(tokens, heads, rope, dtype=dtype),
+            torch.empty(tokens, rank, dtype=dtype),
+            torch.empty(tokens, rope, dtype=dtype),
+            torch.empty(heads, p.qk_nope_head_dim, rank, dtype=dtype),
+            torch.empty(heads, rank, p.v_head_dim, dtype=dtype),
+            self._cache() if self.context else None,
+            *self._rest(tokens, p.v_head_dim),
+        )
+        triton_mla.prefill(args, triton_mla.plan_prefill(batch, p, machine, {}))
+
+    def _write(self, machine: Machine) -> None:
+        p, dtype = self.problem, DTYPES[self.problem.q_dtype]
+        kv_c = torch.empty(NUM_SEQS, p.kv_lora_rank, dtype=dtype)
+        k_pe = torch.empty(NUM_SEQS, p.qk_rope_head_dim, dtype=dtype)
+        slots = torch.empty(NUM_SEQS, dtype=torch.int64)
+        triton_mla.write_cache(WriteArgs(kv_c, k_pe, self._cache(), slots))
+
+    def _batch(self, seq_len: int, *, cached: bool) -> Batch:
+        p = self.problem
+        pages = -(-seq_len // p.block_size) if cached or self.context else 0
+        return Batch.of(
+            seq_lens=torch.full((NUM_SEQS,), seq_len, dtype=torch.int32),
+            block_table=torch.zeros(NUM_SEQS, pages + (0 if self.aligned else 1), dtype=torch.int32),
+            qo_indptr=torch.arange(0, (NUM_SEQS + 1) * p.q_len, p.q_len, dtype=torch.int32),
+            block_size=p.block_size,
+            causal=Feature.NON_CAUSAL not in p.features,
+            new_tokens_are_cached=cached,
+        )
+
+    def _cache(self) -> KVCache:
+        p, row = self.problem, KV_FORMATS[self.problem.kv_format]
+        page = p.block_size, row.row_width(p.kv_lora_rank, p.qk_rope_head_dim)
+        page_bytes = page[0] * page[1] * row.dtype.itemsize
+        pages = -(-FAR_BYTES // page_bytes) if self.far else 16
+        data = torch.empty(pages, *page, dtype=row.storage_dtype).view(row.dtype)
+        scale = torch.empty(1) if row.scaled else None
+        return KVCache(data, row, p.kv_lora_rank, p.qk_rope_head_dim, scale)
+
+    def _queries(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+        p, dtype = self.problem, DTYPES[self.problem.q_dtype]
+        ql_nope = torch.empty(tokens, p.num_heads, p.kv_lora_rank, dtype=dtype)
+        return ql_nope, torch.empty(tokens, p.num_heads, p.qk_rope_head_dim, dtype=dtype)
+
+    def _rest(
+        self, tokens: int, width: int | None = None
+    ) -> tuple[float, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+        """Scale, sinks, out and lse."""
+        p = self.problem
+        out = torch.empty(tokens, p.num_heads, width or p.kv_lora_rank, dtype=DTYPES[p.q_dtype])
+        lse = torch.empty(tokens, p.num_heads) if Feature.LSE in p.features else None
+        sinks = torch.empty(p.num_heads) if Feature.SINKS in p.features else None
+        return 0.1, sinks, out, lse
+
+
+def calls(machine: Machine) -> Iterator[Call]:
+    """All calls, those that a server makes most often first."""
+    native = machine.fp8_flavour.removeprefix("e4m3")
+    fp8, tiled = f"fp8_e4m3{native}", "fp8_ds_mla" + ("_fnuz" if native == "fnuz" else "")
+    usual = Problem("decode", "bf16", "bf16", 16, 512, 64, block_size=64, features=ATTENTION)
+    sparse = replace(usual, op="sparse_decode", topk=TOPK)
+    for heads in (16, 32, 64, 128):
+        yield Call(replace(usual, num_heads=heads))
+        yield Call(replace(usual, num_heads=heads, kv_format=fp8))
+        yield Call(replace(sparse, num_heads=heads, kv_format=tiled))
+    yield Call(replace(usual, q_dtype="fp16", kv_format="fp16"))
+    for kv_format in FP8:
+        yield Call(replace(usual, kv_format=kv_format))
+        yield Call(replace(sparse, kv_format=kv_format))
+    for block_size in (16, 1):
+        for kv_format in ("bf16", fp8):
+            yield Call(replace(usual, block_size=block_size, kv_format=kv_format))
+    for heads in (16, 128):
+        yield Call(replace(sparse, num_heads=heads), counted=False)
+        for kv_format in ("bf16", fp8, tiled):
+            yield Call(replace(usual, num_heads=heads, kv_format=kv_format), far=True)
+            yield Call(replace(sparse, num_heads=heads, kv_format=kv_format), far=True)
+    yield Call(replace(usual, q_len=4), aligned=False)
+    yield Call(replace(usual, num_heads=20, q_len=2, features=frozenset((Feature.NON_CAUSAL,))))
+    yield Call(replace(usual, features=frozenset((Feature.LSE, Feature.BATCH_INVARIANT))))
+    for rank, rope in ((256, 32), (128, 32), (512, 0)):
+        for heads in (16, 64):
+            yield Call(replace(usual, kv_lora_rank=rank, qk_rope_head_dim=rope, num_heads=heads))
+
+    prefill = replace(usual, op="prefill", qk_nope_head_dim=128, v_head_dim=128)
+    for nope, rope, value in ((128, 64, 128), (192, 64, 256), (64, 32, 64), (256, 0, 256), (512, 0, 512)):
+        for q_len in (64, 1024):
+            widths = replace(prefill, qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=value)
+            yield Call(replace(widths, q_len=q_len), context=192)
+    yield Call(replace(prefill, q_len=1024))
+    yield Call(replace(prefill, q_len=1024, q_dtype="fp16", kv_format="fp16"), context=192)
+    yield Call(replace(prefill, q_len=1024, features=frozenset((Feature.NON_CAUSAL,))))
+    for kv_format in (*FP8, "bf16"):
+        yield Call(replace(prefill, q_len=64, kv_format=kv_format, block_size=16), context=192)
+        yield Call(replace(prefill, q_len=64, kv_format=kv_format), context=192, far=True)
+
+    for kv_format in (*FLOATS, *FP8):
+        write = Problem("write_cache", "bf16", kv_format, 1, 512, 64, block_size=64)
+        yield Call(write)
+        yield Call(write, far=True)

@@ -1,0 +1,229 @@
+"""The audit of chips: which specialisations there are, and compiling them in processes that may be lost.
+
+Each process compiles for one chip only, one specialisation after another, and is ended where one takes too
+long; what it was at then counts as failed.
+"""
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from anymla.hardware.arches import ARCHES
+from anymla.verification.audit.calls import calls
+from anymla.verification.audit.capture import Specialisation, capturing
+from anymla.verification.audit.figures import Figures, compiled
+
+LIMIT_S = 120.0
+"""A compilation that takes longer has gone wrong, mostly by spilling."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One specialisation on one chip.
+
+    Attributes:
+        arch: The chip.
+        kernel: Name in LAUNCH.
+        row: The launch row, in short.
+        form: The call that asks for it.
+        figures: What came out, None where nothing did.
+        error: Why nothing did.
+    """
+
+    arch: str
+    kernel: str
+    row: str
+    form: str
+    figures: Figures | None
+    error: str = ""
+
+    def faults(self) -> list[str]:
+        """What keeps it from being clean."""
+        f = self.figures
+        if f is None:
+            return [self.error]
+        room = ARCHES[self.arch].shared_bytes
+        found = [f"{f.shared_bytes} on-chip bytes of {room}"] if f.shared_bytes > room else []
+        found += [f"{f.spilled_bytes} bytes spilled"] if f.spilled_bytes else []
+        bare = f.bare_dots if f.matrix else f.dots
+        found += [f"{bare} products without matrix instructions"] if bare else []
+        columns = ARCHES[self.arch].tensor_columns
+        over = f.tensor_columns > columns
+        found += [f"{f.tensor_columns} columns of tensor memory of {columns}"] if over else []
+        return found
+
+
+def wanted(arch: str, *, everything: bool = True) -> list[tuple[Specialisation, str]]:
+    """The different specialisations of all calls on a chip, each with the first call that asks for it.
+
+    Args:
+        arch: The chip.
+        everything: False leaves one for each kernel, row and way to read the cache.
+    """
+    found: dict[str, tuple[Specialisation, str]] = {}
+    with capturing(arch) as (machine, launches):
+        for call in calls(machine):
+            call.run(machine)
+            for launch in launches:
+                found.setdefault(launch.key, (launch, str(call)))
+            launches.clear()
+    if everything:
+        return list(found.values())
+    few: dict[object, tuple[Specialisation, str]] = {}
+    for launch, form in found.values():
+        constants = launch.constants_by_name
+        facts = (constants.get(name) for name in ("FORMAT", "SPARSE", "CONTEXT"))
+        few.setdefault((launch.kernel, launch.row(arch), *facts), (launch, form))
+    return list(few.values())
+
+
+def audit(
+    arches: Iterable[str],
+    *,
+    everything: bool = True,
+    kernels: Iterable[str] = (),
+    workers: int = 2,
+    progress: Callable[[Finding], None] = lambda finding: None,
+) -> list[Finding]:
+    """Compile all that these chips want.
+
+    Args:
+        arches: Keys of ARCHES.
+        everything: As in `wanted`.
+        kernels: Names in LAUNCH; none for all.
+        workers: Processes at a time.
+        progress: Called with each finding, in this thread.
+
+    Returns:
+        The findings in the order of the chips, kernels and calls.
+    """
+    jobs: queue.SimpleQueue[tuple[str, list[int]]] = queue.SimpleQueue()
+    only = set(kernels)
+    expected = 0
+    found: queue.SimpleQueue[tuple[int, Finding]] = queue.SimpleQueue()
+    for arch in arches:
+        listed = wanted(arch, everything=everything)
+        indices = [i for i, (launch, _) in enumerate(listed) if not only or launch.kernel in only]
+        expected += len(indices)
+        # Chunks of a chip's list, so that all workers end at about the same time.
+        for part in range(workers):
+            jobs.put((arch, indices[part::workers]))
+    threads = [
+        threading.Thread(target=_work, args=(jobs, found, everything), daemon=True) for _ in range(workers)
+    ]
+    for thread in threads:
+        thread.start()
+    results: dict[tuple[str, int], Finding] = {}
+    while len(results) < expected:
+        index, finding = found.get()
+        results[finding.arch, index] = finding
+        progress(finding)
+    order = {arch: place for place, arch in enumerate(ARCHES)}
+    return [results[key] for key in sorted(results, key=lambda key: (order[key[0]], key[1]))]
+
+
+def _work(
+    jobs: "queue.SimpleQueue[tuple[str, list[int]]]",
+    found: "queue.SimpleQueue[tuple[int, Finding]]",
+    everything: bool,
+) -> None:
+    while True:
+        try:
+            arch, left = jobs.get_nowait()
+        except queue.Empty:
+            return
+        while left:
+            for index, finding in _in_a_process(arch, left, everything):
+                left = left[1:]
+                found.put((index, finding))
+
+
+def _in_a_process(arch: str, indices: list[int], everything: bool) -> Iterator[tuple[int, Finding]]:
+    """Findings until the process ends or one takes too long; that one is the last."""
+    command = [sys.executable, "-m", "anymla.verification.audit", "--compile", arch]
+    command += [] if everything else ["--few"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps(indices))
+    process.stdin.close()
+    answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+    output = process.stdout
+
+    def listen() -> None:
+        for line in output:
+            answers.put(line)
+        answers.put("")
+
+    threading.Thread(target=listen, daemon=True).start()
+    names: dict[str, Any] = {"kernel": "?", "row": "?", "form": "?"}
+    for index in indices:
+        started = time.monotonic()
+        error, answer = "", {}
+        while True:
+            try:
+                line = answers.get(timeout=max(0.1, LIMIT_S - (time.monotonic() - started)))
+            except queue.Empty:
+                line, error = "", f"took more than {LIMIT_S:.0f} s"
+            if not line:
+                break
+            answer = json.loads(line)
+            if "figures" in answer:
+                break
+            names = answer
+        if not line:
+            process.kill()
+            yield index, Finding(arch, **names, figures=None, error=error or "took the process down")
+            break
+        yield index, from_fields({**names, **answer, "arch": arch})
+    process.wait()
+    process.stdout.close()
+
+
+def compile_listed(arch: str, indices: list[int], *, everything: bool) -> None:
+    """What a process does: print a line before and after each compilation."""
+    listed = wanted(arch, everything=everything)
+    for index in indices:
+        launch, form = listed[index]
+        row = launch.row(arch)
+        names = {"kernel": launch.kernel, "row": in_short(row) if row else "", "form": form}
+        print(json.dumps(names), flush=True)
+        try:
+            answer: Mapping[str, Any] = {"figures": asdict(compiled(launch, arch))}
+        except Exception as error:
+            first = (str(error).strip().splitlines() or [""])[0]
+            answer = {"figures": None, "error": f"{type(error).__name__}: {first}"[:200]}
+        print(json.dumps(answer), flush=True)
+
+
+def in_short(row: Any) -> str:
+    """A launch row in a few characters: rows × keys, warps, stages."""
+    words = f"{row.block_m}×{row.block_n} {row.num_warps}w {row.num_stages}s"
+    return words + (" swapped" if row.swap else "")
+
+
+def from_fields(fields: Mapping[str, Any]) -> Finding:
+    """A finding out of its JSON."""
+    figures = fields.get("figures")
+    return Finding(
+        fields["arch"],
+        fields["kernel"],
+        fields["row"],
+        fields["form"],
+        Figures(**figures) if figures else None,
+        fields.get("error", ""),
+    )
