@@ -190,7 +190,7 @@ def _storages(given: Sequence[tuple[str, Any]]) -> dict[int, NDArray[Any]]:
     """The bytes of every tensor's memory, by its address."""
     found = {}
     for kind, value in given:
-        if kind.startswith("*") and value is not None and value.untyped_storage().nbytes():
+        if kind.startswith("*") and value is not None and value.numel():
             storage = value.untyped_storage()
             raw = (ctypes.c_uint8 * storage.nbytes()).from_address(storage.data_ptr())
             found[storage.data_ptr()] = np.ctypeslib.as_array(raw)
@@ -204,7 +204,7 @@ def _arguments(given: Sequence[tuple[str, Any]], memory: Memory) -> bytes:
     for kind, value in given:
         if not kind.startswith("*"):
             lying.append((NUMBERS[kind], value))
-        elif value is None or not value.untyped_storage().nbytes():
+        elif value is None or not value.numel():
             lying.append(("pointer", 0))
         else:
             start = value.untyped_storage().data_ptr()

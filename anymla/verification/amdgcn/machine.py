@@ -4,7 +4,7 @@ Waves that agree on the next instruction are executed together, whichever workgr
 says which waves go first where they need not agree, so that a result that depends on it is found.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +41,9 @@ class Step:
         reads, writes: Register numbers.
         trusts: Registers that decide something: an address, a stored value, a branch, the execution mask.
         spread: How an undefined source spreads: "lanes" to the same lane, "all" to every lane, "choice" of the
-            first two where a mask chooses them, "" not at all or by itself.
+            first two where a mask chooses them, "upward" not from an upper half of a pair to a lower one, "" not
+            at all or by itself.
+        lower: Of "upward", the sources of the first register written.
         flow: "" for one that goes on behind itself, else "branch", "barrier" or "end".
         target: Of a branch.
         ticks: Of the crude clock.
@@ -58,6 +60,7 @@ class Step:
     target: int = -1
     ticks: int = 4
     touches: frozenset[int] = field(default_factory=frozenset)
+    lower: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -67,13 +70,11 @@ class Flight:
     Attributes:
         counter: Which counter waits for it.
         registers: What it loads.
-        waves: Of the batch.
         land: Puts data into LDS once it is waited for; None for none.
     """
 
     counter: str
     registers: tuple[int, ...]
-    waves: Array
     land: Landing | None = None
 
 
@@ -89,6 +90,12 @@ class Group:
         first, last = int(waves[0]), int(waves[-1])
         self.at: Any = slice(first, last + 1) if last - first + 1 == len(waves) else waves
         self.set_flights(flights)
+
+    def add(self, flight: Flight) -> None:
+        """One access more is under way."""
+        if self.flights or flight.registers or flight.land:
+            self.flights = (*self.flights, flight)
+            self.in_flight.update(flight.registers)
 
     def set_flights(self, flights: tuple[Flight, ...]) -> None:
         """What is under way; what loads nothing matters only behind something that does."""
@@ -121,6 +128,7 @@ class Launch:
         vectors: Vector registers, accumulation registers included.
         lanes: Of a wave.
         scratch: Bytes a lane.
+        limits: What each counter of accesses under way can count to.
     """
 
     name: str
@@ -129,6 +137,7 @@ class Launch:
     vectors: int
     lanes: int
     scratch: int
+    limits: Mapping[str, int]
 
 
 class Machine:
@@ -249,22 +258,23 @@ class Machine:
 
     def fly(self, counter: str, registers: Sequence[int] = (), land: Landing | None = None) -> None:
         """Note an access that is under way until a counter is waited for."""
-        group = self.group
-        group.set_flights((*group.flights, Flight(counter, tuple(registers), group.waves, land)))
+        self.group.add(Flight(counter, tuple(registers), land))
+        # A counter that is full holds the next access up until the oldest has landed.
+        self.wait(counter, self.launch.limits[counter])
 
     def wait(self, counter: str, most: int) -> None:
         """Let accesses of a counter land until at most so many are under way."""
         flights = self.group.flights
         counted = [flight for flight in flights if flight.counter == counter]
+        if len(counted) <= most:
+            return
         # Scalar loads come back in any order, so that only waiting for all of them says something.
-        if counter == "lgkmcnt" and most and any(flight.registers[:1] < (SCALARS,) for flight in counted):
+        if most and counter == "lgkmcnt" and any(flight.registers and flight.registers[0] < SCALARS for flight in counted):
             return
-        landed = counted[: len(counted) - most] if most else counted
-        if not landed:
-            return
-        for flight in landed:
-            if flight.land is not None:
-                flight.land(self, flight.waves)
+        landed = set(counted[: len(counted) - most])
+        for flight in counted:
+            if flight in landed and flight.land is not None:
+                flight.land(self, self.waves)
         self.group.set_flights(tuple(flight for flight in flights if flight not in landed))
 
     def note_shared(self, places: Array, size: int, owners: Array, words: Array | None = None) -> None:
@@ -438,7 +448,7 @@ class Machine:
             wave = int(np.argmax((bad & self.exec) != 0))
             lane = int(np.argmax(self.unpack(bad & self.exec)[wave]))
             names = ", ".join(self._named(r) for r in step.trusts if r in defined.partial)
-            raise self.fault(f"{names} decides something but was never written", group_wave(self, wave), lane)
+            raise self.fault(f"{names} decides something but was never written", int(self.waves[wave]), lane)
         undefined = None
         if step.spread == "choice":
             undefined = self._undefined_choice(step)
@@ -448,15 +458,16 @@ class Machine:
             undefined = undefined & self.exec
             if step.spread == "all":
                 undefined = np.where(undefined != 0, ALL, U64(0))
+        lower = undefined
+        if step.spread == "upward" and undefined is not None:
+            lower = defined.undefined(step.lower, at)
+        whole = np.full(len(self.waves), defined.all)
         for register in step.writes:
+            bad = lower if register == step.writes[0] else undefined
             if register < SCALARS:
-                lanes = np.full(len(self.waves), defined.all)
-                unknown = None if undefined is None else np.where(undefined != 0, ALL, U64(0))
-                defined.write(register, at, lanes, unknown)
+                defined.write(register, at, whole, None if bad is None else np.where(bad != 0, ALL, U64(0)))
             else:
-                everyone = step.spread == "all"
-                lanes = np.full(len(self.waves), defined.all) if everyone else self.exec
-                defined.write(register, at, lanes, undefined)
+                defined.write(register, at, whole if step.spread == "all" else self.exec, bad)
 
     def _undefined_choice(self, step: Step) -> Array | None:
         """Of a choice between two sources, only what is chosen counts."""
@@ -469,11 +480,6 @@ class Machine:
 
     def _named(self, register: int) -> str:
         return f"s{register}" if register < SCALARS else f"vector register {register - SCALARS}"
-
-
-def group_wave(machine: Machine, row: int) -> int:
-    """The wave of the batch that is a row of the current group."""
-    return int(machine.waves[row])
 
 
 def _nothing(machine: Machine) -> None:

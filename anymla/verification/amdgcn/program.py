@@ -18,6 +18,12 @@ from anymla.verification.amdgcn.parse import Text, Unknown, parse
 WAVES_A_BATCH = 256
 """Waves whose registers are held at once, at most, unless one workgroup has more."""
 
+LIMITS = {
+    64: {"vmcnt": 63, "lgkmcnt": 15},
+    32: {"vmcnt": 63, "vscnt": 63, "lgkmcnt": 63, "kmcnt": 31},
+}
+"""What the counters of accesses under way count to, by lanes of a wave."""
+
 FORMATS = {"pointer": "Q", "i64": "q", "i32": "i", "f32": "f", "f64": "d"}
 """How arguments lie in memory."""
 
@@ -54,9 +60,9 @@ class Program:
         if scratch and text.descriptor.get("user_sgpr_private_segment_buffer"):
             raise Unknown(f"program {text.name} got scratch in a buffer; needs flat scratch")
         leaders = frozenset(step.target for step in steps if step.flow == "branch")
-        launch = Launch(
-            text.name, steps, leaders, vectors + _most(text, "a"), ARCHES[chip].wave_size, scratch
-        )
+        lanes = ARCHES[chip].wave_size
+        vectors += _most(text, "a")
+        launch = Launch(text.name, steps, leaders, vectors, lanes, scratch, LIMITS[lanes])
         return cls(chip, text, launch)
 
     def run(

@@ -88,7 +88,7 @@ ROWS: tuple[Row, ...] = (
         lambda a: a,
         also=("v_accvgpr_read_b32", "v_accvgpr_write_b32", "v_accvgpr_mov_b32"),
     ),
-    Vector("v_mov_b64", "u64 <- u64", lambda a: a),
+    Vector("v_mov_b64", "u64 <- u64", lambda a: a, "upward"),
     Vector(
         "v_cndmask_b32", "b32 <- f32 f32 mask", lambda a, b, mask: np.where(mask, b, a).view(U32), "choice"
     ),
@@ -130,12 +130,12 @@ ROWS: tuple[Row, ...] = (
     Vector("v_mul_i32_i24", "i32 <- i24 i24", lambda a, b: a * b),
     Vector("v_mad_u32_u24", "u32 <- u24 u24 u32", lambda a, b, c: a * b + c),
     Vector("v_mad_i32_i24", "i32 <- i24 i24 i32", lambda a, b, c: a * b + c),
-    Vector("v_mad_u64_u32", "u64 mask <- u32 u32 u64", _wide_multiply_add(U64)),
-    Vector("v_mad_i64_i32", "i64 mask <- i32 i32 i64", _wide_multiply_add(I64)),
+    Vector("v_mad_u64_u32", "u64 mask <- u32 u32 u64", _wide_multiply_add(U64), "upward"),
+    Vector("v_mad_i64_i32", "i64 mask <- i32 i32 i64", _wide_multiply_add(I64), "upward"),
     Vector("v_lshlrev_b32", "u32 <- u32 u32", _shift_left),
     Vector("v_lshrrev_b32", "u32 <- u32 u32", _shift_right),
     Vector("v_ashrrev_i32", "i32 <- u32 i32", _shift_right),
-    Vector("v_lshlrev_b64", "u64 <- u32 u64", _shift_left),
+    Vector("v_lshlrev_b64", "u64 <- u32 u64", _shift_left, "upward"),
     Vector("v_lshrrev_b64", "u64 <- u32 u64", _shift_right),
     Vector("v_ashrrev_i64", "i64 <- u32 i64", _shift_right),
     Vector("v_lshlrev_b16", "u16 <- u16 u16", _shift_left),
@@ -167,7 +167,7 @@ ROWS: tuple[Row, ...] = (
     Vector("v_or3_b32", "u32 <- u32 u32 u32", lambda a, b, c: a | b | c),
     Vector("v_xor3_b32", "u32 <- u32 u32 u32", lambda a, b, c: a ^ b ^ c),
     Vector("v_xad_u32", "u32 <- u32 u32 u32", lambda a, b, c: (a ^ b) + c),
-    Vector("v_lshl_add_u64", "u64 <- u64 u32 u64", lambda a, b, c: (a << (b & _low_bits(3)).astype(U64)) + c),
+    Vector("v_lshl_add_u64", "u64 <- u64 u32 u64", lambda a, b, c: (a << (b & _low_bits(3)).astype(U64)) + c, "upward"),
     Vector("v_bfi_b32", "u32 <- u32 u32 u32", lambda a, b, c: a & b | ~a & c),
     Vector(
         "v_bfe_u32",

@@ -10,6 +10,7 @@ from anymla.verification.amdgcn.instructions import lanes
 from anymla.verification.amdgcn.instructions.rows import (
     FLOATS,
     HALF,
+    WIDE,
     I64,
     U32,
     Commit,
@@ -88,7 +89,13 @@ class Vector(Row):
         if mnemonic.endswith("_dpp"):
             run = lanes.enabled(run, context)
             reads = [*reads, *writes]
-        return step(run, context, reads, writes, spread=self.spread, trusts=reads if EXEC in writes else ())
+        lower = [
+            register
+            for operand, kind in zip(sources, spec.sources)
+            for register in context.registers(operand)[: 1 if kind in WIDE else None]
+        ]
+        trusts = reads if EXEC in writes else ()
+        return step(run, context, reads, writes, spread=self.spread, trusts=trusts, lower=tuple(lower))
 
 
 def _finished(semantics: Callable[..., Any], kinds: Sequence[str], context: Context) -> Callable[..., Any]:
