@@ -97,7 +97,7 @@ def captured(call: Callable[[], object], device: torch.device) -> Callable[[], o
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+    return _Replay(graph, call)
 
 
 def host_seconds(call: Callable[[], object], device: torch.device, repeats: int = 50) -> Timing:
@@ -135,6 +135,17 @@ def _seconds_on_cpu(call: Callable[[], object]) -> float:
     began = time.perf_counter()
     call()
     return time.perf_counter() - began
+
+
+@dataclass(frozen=True)
+class _Replay:
+    """A captured graph beside its call, which holds the memory that the graph reads and writes."""
+
+    graph: torch.cuda.CUDAGraph
+    call: Callable[[], object]
+
+    def __call__(self) -> None:
+        self.graph.replay()
 
 
 class _Flushed:
