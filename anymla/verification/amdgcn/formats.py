@@ -67,9 +67,15 @@ def f32_to_fp8(values: Array, kind: str, flavour: str, saturate: Array) -> Array
             where there is an infinity. The mode bit FP16_OVFL.
     """
     dtype = FLAVOURS[kind, flavour]
-    values = np.array(values, F32)
     largest = F32(torch.finfo(dtype).max)
-    values = np.where(saturate, np.clip(values, -largest, largest), values)
-    codes = torch.from_numpy(np.ascontiguousarray(values)).to(dtype).view(torch.uint8).numpy()
-    found: Array = codes.astype(U32)
-    return found
+    values = np.asarray(values, F32)
+    within = np.ascontiguousarray(np.clip(values, -largest, largest))
+    codes: Array = torch.from_numpy(within).to(dtype).view(torch.uint8).numpy().astype(U32)
+    # Half a step above the largest value, where a tie goes to the even code; each has one that is not finite.
+    code = int(torch.tensor(float(largest)).to(dtype).view(torch.uint8))
+    half = F32(2.0) ** np.floor(np.log2(largest)) / F32(16 if kind == "fp8" else 8)
+    size = np.abs(values)
+    beyond = size > largest + half if code % 2 == 0 else size >= largest + half
+    sign = np.signbit(values).astype(U32) << U32(7)
+    overflow = U32(0x80) if flavour == "e4m3fnuz" else U32(0x7F if kind == "fp8" else 0x7C) | sign
+    return np.where(beyond & ~saturate, overflow, codes)

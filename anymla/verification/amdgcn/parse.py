@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from anymla.errors import AnyMLAError
 
@@ -182,6 +183,7 @@ def _split(text: str) -> tuple[list[str], dict[str, str]]:
     return fields, modifiers
 
 
+@lru_cache(maxsize=8192)
 def operand(text: str) -> Operand:
     """Read one operand with its source modifiers."""
     neg = absolute = sext = False

@@ -16,6 +16,7 @@ Semantics take arrays of those kinds and return one, or a tuple, for the destina
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -65,16 +66,20 @@ class Context:
 
     def register(self, operand: Operand, step: int = 0) -> int:
         """The number of a register of an operand."""
-        base = {"s": 0, "v": SCALARS, "a": self.accumulators}.get(operand.kind)
-        if base is None:
-            raise Unknown(f"operand {operand.text!r} of `{self.instruction.text}` got no register")
-        return base + operand.index + step
+        if operand.kind == "v":
+            return SCALARS + operand.index + step
+        if operand.kind == "s":
+            return operand.index + step
+        if operand.kind == "a":
+            return self.accumulators + operand.index + step
+        raise Unknown(f"operand {operand.text!r} of `{self.instruction.text}` got no register")
 
     def registers(self, operand: Operand) -> tuple[int, ...]:
         """All registers of an operand; none for a number."""
         if operand.kind not in "sva":
             return ()
-        return tuple(self.register(operand, step) for step in range(operand.count))
+        first = self.register(operand)
+        return tuple(range(first, first + operand.count))
 
     def taken(self, name: str, default: str | None = None) -> str | None:
         """A modifier's value, which is understood from here on."""
@@ -128,11 +133,12 @@ class Operands:
     destinations: tuple[str, ...]
     sources: tuple[str, ...]
 
-    @classmethod
-    def read(cls, text: str) -> "Operands":
+    @staticmethod
+    @lru_cache(maxsize=1024)
+    def read(text: str) -> "Operands":
         """From "f32 <- f32 f32"."""
         left, _, right = text.partition("<-")
-        return cls(tuple(left.split()), tuple(right.split()))
+        return Operands(tuple(left.split()), tuple(right.split()))
 
     def assign(self, context: Context) -> tuple[list[Operand], list[Operand]]:
         """The operand of each destination and source."""
@@ -156,6 +162,7 @@ class Operands:
         return given.pop(0)
 
 
+@lru_cache(maxsize=1024)
 def plain(kind: str) -> str:
     """A kind without its marks; @scc, @vcc and @exec are masks of waves or lanes."""
     return {"@scc": "scc", "@vcc": "mask", "@exec": "exec", "@m0": "u32"}.get(kind, kind.lstrip("~"))
@@ -298,6 +305,8 @@ def destination(operand: Operand, kind: str, context: Context, *, vector: bool) 
     kind = plain(kind)
     if kind == "scc":
         return lambda m, values: setattr(m, "scc", values)
+    if kind == "exec" and vector:
+        return lambda m, values: m.put_bits(EXEC, m.pack(values) & m.exec)
     if kind == "exec":
         return lambda m, values: m.put_bits(EXEC, np.broadcast_to(values, m.exec.shape).astype(U64))
     if operand.kind == "off":
