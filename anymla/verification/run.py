@@ -29,6 +29,9 @@ from anymla.verification.workers import shared_out
 Progress = Callable[[int, int, str], None]
 """Called with what is done, what there is, and what is next."""
 
+FAILED = "failed: "
+"""What is said first of a case that is wrong, as soon as it is known."""
+
 Item = Case | fuzz.Fuzzed | type[faults.Kernel]
 """What a process may be given to do."""
 
@@ -197,7 +200,7 @@ def _each(
     processes: int,
     progress: Progress | None,
 ) -> tuple[Outcome, ...]:
-    """The outcomes of all groups; progress names what comes next or, with many processes, what is done."""
+    """The outcomes of all groups. Progress hears of failures, and what is next or, with many processes, done."""
     names = [_name(item) for group in groups for item in group]
     tell = progress or (lambda done, total, what: None)
     outcomes: list[Outcome] = []
@@ -205,7 +208,11 @@ def _each(
     for outcome in shared_out(work, groups, processes, _lost):
         outcomes.append(outcome)
         following = [*names[len(outcomes) : len(outcomes) + 1], ""][0]
-        tell(len(outcomes), len(names), following if processes <= 1 else outcome.name)
+        if not outcome.judgement.passed:
+            tell(len(outcomes), len(names), f"{FAILED}{outcome.name}: {'; '.join(outcome.judgement.reasons)}")
+        elif processes > 1:
+            following = outcome.name
+        tell(len(outcomes), len(names), following)
     return tuple(outcomes)
 
 
