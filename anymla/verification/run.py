@@ -200,7 +200,7 @@ def _each(
     processes: int,
     progress: Progress | None,
 ) -> tuple[Outcome, ...]:
-    """The outcomes of all groups. Progress hears of failures, and what is next or, with many processes, done."""
+    """The outcomes of all groups. Progress hears what failed, and what is next or, with processes, done."""
     names = [_name(item) for group in groups for item in group]
     tell = progress or (lambda done, total, what: None)
     outcomes: list[Outcome] = []
