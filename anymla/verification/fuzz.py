@@ -6,6 +6,7 @@ some hundreds of kernels, however many numbers are run.
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from random import Random
 from typing import Any
 
@@ -187,6 +188,7 @@ def _checked(drawn: Fuzzed, backend: str, device: torch.device, right_on: torch.
     return together(judged(call, call if right_on == device else moved(call, device), run), *found)
 
 
+@lru_cache(maxsize=4 * FAMILIES)
 def _family(backend: str, machine: Machine, seed: int, index: int, extent: Extent) -> Family:
     """Draw until the backend offers it and the format can hold it."""
     rng = Random(f"family {backend} {seed} {index}")

@@ -9,7 +9,7 @@ from torch import Tensor
 from anymla.backends import BACKENDS
 from anymla.contract import AttentionOutput, Batch
 from anymla.hardware.probe import this_machine
-from anymla.kv_cache import KVCache
+from anymla.kv_cache import KV_FORMATS, KVCache
 from anymla.problem import Feature, Problem, canonical_name
 from anymla.verification.batches import take
 from anymla.verification.cases import offered
@@ -91,6 +91,43 @@ def judge_some(call: Inputs, got: AttentionOutput, sequences: list[int]) -> Judg
     exact, runs = right_answer(part)
     lse = None if got.lse is None else got.lse[rows]
     return judge(AttentionOutput(got.out[rows], lse), exact, *runs)
+
+
+def judge_rows(call: Inputs, got: AttentionOutput, rows: list[int]) -> Judgement:
+    """Judge some rows of a causal prefill whose sequences are too long to be worked out in fp64.
+
+    Such a row is that of a sequence which ends with it, all its tokens before it in a cache.
+    """
+    q_nope, q_pe, kv_c, k_pe, w_uk, w_uv = call.tensors
+    indptr = call.options["qo_indptr"].tolist()
+    keys, tables, lens = list[Tensor](), list[Tensor](), list[int]()
+    for row in rows:
+        seq = max(s for s, first in enumerate(indptr) if first <= row)
+        first, latents = indptr[seq], torch.cat((kv_c, k_pe), -1)[indptr[seq] : row + 1]
+        if "cache" in call.options:
+            cache, pages = call.options["cache"], call.options["block_table"][seq].long()
+            context = int(call.options["seq_lens"][seq]) - (indptr[seq + 1] - first)
+            token = torch.arange(context, device=pages.device)
+            slots = pages[token // cache.block_size] * cache.block_size + token % cache.block_size
+            latents = torch.cat((cache.read(slots, dtype=latents.dtype), latents))
+        tables.append(torch.arange(len(latents), dtype=torch.int32, device=DEVICE) + sum(lens))
+        keys.append(latents)
+        lens.append(len(latents))
+    widest = max(lens)
+    table = torch.stack([torch.nn.functional.pad(t, (0, widest - len(t))) for t in tables])
+    all_rows = torch.tensor(rows, device=DEVICE)
+    options = {
+        **call.options,
+        "qo_indptr": torch.arange(len(rows) + 1, dtype=torch.int32, device=DEVICE),
+        "cache": KVCache(torch.cat(keys)[:, None], KV_FORMATS["bf16"], kv_c.shape[1], k_pe.shape[1]),
+        "block_table": table,
+        "seq_lens": torch.tensor(lens, dtype=torch.int32, device=DEVICE),
+    }
+    tensors = (q_nope[all_rows], q_pe[all_rows], kv_c[all_rows], k_pe[all_rows], w_uk, w_uv)
+    alone = Inputs("prefill", tensors, options, len(rows), (len(rows), *call.shape[1:]))
+    exact, runs = right_answer(alone)
+    lse = None if got.lse is None else got.lse[all_rows]
+    return judge(AttentionOutput(got.out[all_rows], lse), exact, *runs)
 
 
 class Buffers:

@@ -1,5 +1,6 @@
 """CUDA graphs: planned once, captured once, replayed with other lengths, pages and values."""
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,8 +10,8 @@ from device_calls import DEVICE, Buffers, addresses, is_offered, problem_of
 from anymla.contract import AttentionOutput
 from anymla.plans import plan_decode, plan_sparse_decode
 from anymla.problem import Feature
-from anymla.verification.checks import right_answer
-from anymla.verification.inputs import decode_inputs, sparse_inputs
+from anymla.verification.checks import judged, right_answer, run_call
+from anymla.verification.inputs import decode_inputs, sparse_inputs, write_inputs
 from anymla.verification.judge import judge
 from anymla.verification.needles import Widths
 
@@ -157,6 +158,29 @@ def test_a_sparse_graph_is_right_for_every_step(backend, kind, kv_format):
     captured = Captured(calls, kind, backend)
     for call in (*calls, *calls[::-1]):
         captured.require_right(call)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+def test_a_captured_cache_write_goes_where_the_slots_say_at_its_replay(backend, kv_format):
+    with torch.device(DEVICE):
+        calls = [write_inputs(512, 64, 50, kv_format=kv_format, seed=seed) for seed in range(3)]
+    buffers = calls[0]
+    # In slots that nothing else needs: what is captured is also run, once.
+    warm = replace(buffers, tensors=(*buffers.tensors[:3], torch.full_like(buffers.tensors[3], -1)))
+    run_call(warm, backend)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run_call(buffers, backend)
+
+    def replayed(_):
+        graph.replay()
+
+    for call in calls:
+        for buffer, value in zip(
+            (*buffers.tensors[:2], buffers.tensors[3]), (*call.tensors[:2], call.tensors[3]), strict=True
+        ):
+            buffer.copy_(value)
+        judged(buffers, buffers, replayed).require_pass()
 
 
 @pytest.mark.parametrize("kind", KINDS)

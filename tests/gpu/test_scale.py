@@ -3,14 +3,14 @@
 import math
 from functools import partial
 
-import device_calls
 import pytest
 import torch
-from device_calls import DEVICE, far_away, is_offered, judge_some, problem_of
+from device_calls import DEVICE, far_away, is_offered, judge_rows, judge_some, problem_of
 
 from anymla.kv_cache import KV_FORMATS, KVCache
 from anymla.problem import Feature
-from anymla.verification.checks import judged, run_call
+from anymla.verification.checks import judged, run_call, run_planned
+from anymla.verification.checks import planned as planned_call
 from anymla.verification.inputs import Inputs, decode_inputs, prefill_inputs, sparse_inputs, write_inputs
 from anymla.verification.needles import Widths
 
@@ -112,25 +112,30 @@ def test_a_prefill_may_have_many_sequences(backend):
 def test_a_prefill_may_be_one_sequence_of_many_tokens(backend):
     call = new_tokens(MANY, 2, qo_indptr=torch.tensor([0, MANY], dtype=torch.int32, device=DEVICE))
     need(is_offered(problem_of(call, Feature.LSE, q_len=MANY), backend), "prefill")
-    got = run_call(call, backend)
-    # A causal row is that of a sequence which ends with it, all tokens before it in a cache.
-    q_nope, q_pe, kv_c, k_pe, w_uk, w_uv = call.tensors
-    rows = torch.tensor([0, 127, 128, 65_535, 65_536, MANY - 1], device=DEVICE)
-    cache = KVCache(torch.cat((kv_c, k_pe), -1)[:, None], KV_FORMATS["bf16"], 512, 64)
-    table = torch.arange(MANY, dtype=torch.int32, device=DEVICE).expand(len(rows), -1)
-    options = {
-        **call.options,
-        "qo_indptr": torch.arange(len(rows) + 1, dtype=torch.int32, device=DEVICE),
-        "cache": cache,
-        "block_table": table,
-        "seq_lens": rows.int() + 1,
-    }
-    tensors = (q_nope[rows], q_pe[rows], kv_c[rows], k_pe[rows], w_uk, w_uv)
-    alone = Inputs("prefill", tensors, options, len(rows), (len(rows), *call.shape[1:]))
-    exact, runs = device_calls.right_answer(alone)
-    device_calls.judge(
-        device_calls.AttentionOutput(got.out[rows], got.lse[rows]), exact, *runs
-    ).require_pass()
+    judge_rows(call, run_call(call, backend), [0, 127, 128, 65_535, 65_536, MANY - 1]).require_pass()
+
+
+@pytest.mark.parametrize("planned", [False, True], ids=["api", "planned"])
+def test_a_prefill_may_take_many_passes(backend, planned):
+    """Keys and values of 128 heads and all these tokens are gigabytes, of which few are there at a time."""
+    contexts, q_lens = (20_000, 0, 5_000), (9_000, 130, 1)
+    tokens = sum(q_lens)
+    call = new_tokens(
+        tokens,
+        128,
+        qo_indptr=torch.tensor([0, 9_000, 9_130, 9_131], dtype=torch.int32, device=DEVICE),
+        cache=KVCache(torch.randn(400, 64, 576, device=DEVICE).bfloat16(), KV_FORMATS["bf16"], 512, 64),
+        block_table=torch.randperm(400, device=DEVICE).int().as_strided((3, 313), (43, 1)),
+        seq_lens=torch.tensor(contexts, device=DEVICE).int() + torch.tensor(q_lens, device=DEVICE).int(),
+    )
+    problem = problem_of(call, Feature.LSE, q_len=9_000)
+    need(is_offered(problem, backend), "prefill")
+    if planned:
+        got = run_planned(call, planned_call(call, problem, backend), return_lse=True)
+    else:
+        got = run_call(call, backend)
+    judge_rows(call, got, [0, 4_095, 8_999, 9_000, 9_129, 9_130]).require_pass()
+    assert bool(got.out.isfinite().all())
 
 
 def new_tokens(tokens, heads, **options):
