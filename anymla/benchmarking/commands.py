@@ -94,9 +94,9 @@ def run_tune(asked: Any, device: torch.device) -> int:
                 row, call, rows, device, asked.backend, asked.repeats, processes, tell
             )
     else:
-        kernel = asked.kernel or "attend"
-        name = asked.case or tune.usual_case(kernel)
+        name = asked.case or tune.usual_case(asked.kernel or "attend")
         row = suite.row_named(name, device)
+        kernel = asked.kernel or tune.usual_kernel(row)
         options = {"backend": asked.backend, "repeats": asked.repeats, "processes": processes, "say": tell}
         found[name] = tune.tune(row, kernel, device, **options)
         tell(f"fastest for {name}:\n    {tune.proposal(kernel, arch, found[name])}")

@@ -40,13 +40,14 @@ class Planned:
         backend: Which backend runs it.
         run: Runs it into the same outputs every time.
         plan: What `run` runs; None for operations that have no plan.
-        batch: Describes the step anew; None where that is not how the operation is planned.
+        batch: Describes the step anew, by the lengths that the host knows (True) or by bounds alone (False);
+            None where that is not how the operation is planned.
     """
 
     backend: str
     run: Callable[[], Any]
     plan: Any = None
-    batch: Callable[[], Batch] | None = None
+    batch: Callable[[bool], Batch] | None = None
 
     @property
     def launch(self) -> dict[str, Any] | None:
@@ -159,7 +160,7 @@ def bench(
     call = drawn_inputs(workload, device) if call is None else call
     ready = planned(call, workload, backend)
     if planning and ready.batch is not None:
-        ready.plan.update(ready.batch())
+        ready.plan.update(ready.batch(True))
     found = verified(call, ready.run())
     timing = times = None
     if found.judgement.passed:
@@ -178,14 +179,17 @@ def planning_times(ready: Planned, device: torch.device, repeats: int) -> dict[s
         repeats: Of each.
 
     Returns:
-        plan_host_us of `plan.update`, batch_host_us of `Batch.of` before it, and plan_device_us of what the
-        update leaves to the device; the last is 0 on a CPU.
+        plan_host_us of `plan.update`; batch_host_us and batch_bounds_us of `Batch.of` before it, with every
+        length checked on the host and with bounds alone; plan_device_us of what the update leaves to the
+        device, 0 on a CPU.
     """
-    assert ready.batch is not None
-    batch, update = ready.batch(), ready.plan.update
+    describe = ready.batch
+    assert describe is not None
+    batch, update = describe(True), ready.plan.update
     found = {
         "plan_host_us": host_seconds(lambda: update(batch), device).median_us,
-        "batch_host_us": host_seconds(ready.batch, device).median_us,
+        "batch_host_us": host_seconds(lambda: describe(True), device).median_us,
+        "batch_bounds_us": host_seconds(lambda: describe(False), device).median_us,
         "plan_device_us": 0.0,
     }
     if device.type != "cpu":
@@ -241,10 +245,10 @@ def planned(call: Inputs, workload: Workload, backend: str) -> Planned:
         return Planned(sparse.backend, lambda: sparse.run(*call.tensors, **step), sparse)
     describe = _describer(call, workload)
     if p.op == "decode":
-        decode = plans.plan_decode(describe(), **facts)
+        decode = plans.plan_decode(describe(True), **facts)
         return Planned(decode.backend, lambda: decode.run(*call.tensors, **step), decode, describe)
     facts |= {"qk_nope_head_dim": p.qk_nope_head_dim, "v_head_dim": p.v_head_dim}
-    prefill = plans.plan_prefill(describe(), **facts)
+    prefill = plans.plan_prefill(describe(True), **facts)
     step["kv_cache"] = options.get("cache")
     return Planned(prefill.backend, lambda: prefill.run(*call.tensors, **step), prefill)
 
@@ -275,8 +279,8 @@ def cpu_model() -> str:
     return f"{name} (family {facts.get('cpu family', '?')}, model {facts.get('model', '?')})"
 
 
-def _describer(call: Inputs, workload: Workload) -> Callable[[], Batch]:
-    """What describes the step of a call from the integers that a server has."""
+def _describer(call: Inputs, workload: Workload) -> Callable[[bool], Batch]:
+    """What describes the step of a call, from the integers that a server has or from bounds."""
     options, p = call.options, workload.problem
     cached = p.op == "decode" or "cache" in options
     rows = [len(span) for span in spans(call)]
@@ -285,16 +289,19 @@ def _describer(call: Inputs, workload: Workload) -> Callable[[], Batch]:
         ends.append(ends[-1] + count)
     new = 0 if p.op == "decode" else p.q_len
     lens = [n + new for n in workload.lens]
+    longest = max(lens)
     seq_lens = options["seq_lens"] if cached else options["qo_indptr"].diff()
-    return lambda: Batch.of(
+    return lambda known: Batch.of(
         seq_lens=seq_lens,
         block_table=options.get("block_table"),
         qo_indptr=options["qo_indptr"],
         block_size=p.block_size if cached else 1,
         causal=options["causal"],
         num_tokens=call.num_rows,
-        seq_lens_host=lens,
-        qo_indptr_host=ends,
+        max_q_len=p.q_len,
+        max_seq_len=longest,
+        seq_lens_host=lens if known else None,
+        qo_indptr_host=ends if known else None,
         new_tokens_are_cached=p.op == "decode",
     )
 

@@ -97,6 +97,11 @@ def usual_case(kernel: str) -> str:
     raise InvalidInput("bench", [f"kernel got {kernel}; needs {needs}"])
 
 
+def usual_kernel(row: Row) -> str:
+    """The kernel that most of the time of a case goes to."""
+    return {"prefill": "prefill", "write_cache": "cache_write"}.get(row.work.problem.op, "attend")
+
+
 @contextmanager
 def launched_by(rows: Rows, arch: str) -> Iterator[None]:
     """Within it, the table has these rows alone for their kernels."""

@@ -127,7 +127,7 @@ def test_a_run_gives_one_record_with_ceilings_targets_and_where_it_was_made(tiny
     assert by_name["same"]["value"] == pytest.approx(
         by_name["same"]["median_us"] / by_name["base"]["median_us"], abs=1e-3
     )
-    assert by_name["plan"]["plan_host_us"] > 0 and by_name["plan"]["batch_host_us"] > 0
+    assert by_name["plan"]["plan_host_us"] > 0 and by_name["plan"]["batch_bounds_us"] > 0
     assert len(said) == 1 + len(record["cases"])
     path = suite.write_record(record, tmp_path)
     assert path == tmp_path / "cpu" / "tiny.json"

@@ -132,6 +132,7 @@ def test_every_kernel_has_a_case_and_fields_that_exist():
         assert any(name == kernel for name, _ in LAUNCH)
         assert tune.usual_case(kernel) == usual.case == commands.suite.row_named(usual.case, CPU).name
         assert all(hasattr(IN_USE, field) for field in usual.vary)
+        assert tune.usual_kernel(commands.suite.row_named(usual.case, CPU)) in KERNELS
     with pytest.raises(InvalidInput, match="kernel got conv; needs attend"):
         tune.usual_case("conv")
 
