@@ -292,14 +292,7 @@ def imported(peers: Mapping[str, Peer]) -> tuple[dict[str, ModuleType], dict[str
 def compared(row: Row, here: Mapping[str, ModuleType], device: torch.device, repeats: int) -> dict[str, Any]:
     """One case: ours and every peer's, each judged, then timed in turns.
 
-    Args:
-        row: A decode or a sparse decode.
-        here: Modules of PEERS.
-        device: Where.
-        repeats: Timed calls of each.
-
-    Returns:
-        By library its time, as share of the ceiling that is nearer, or why it has none.
+    By library its time, also as share of the ceiling that is nearer, or why it has none.
     """
     work = row.work
     call = drawn_inputs(work, device)
@@ -367,14 +360,7 @@ def versions(here: Mapping[str, ModuleType]) -> dict[str, str]:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Compare, print, record.
-
-    Args:
-        given: Arguments. None: those of the process.
-
-    Returns:
-        1 if a result of ours is wrong, whatever the others do.
-    """
+    """Compare, print, record; 1 if a result of ours is wrong, whatever the others do."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
