@@ -4,7 +4,7 @@ tensors as on that chip, with Triton's own specialisation and the chip's on-chip
 import ctypes
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,7 @@ from anymla.hardware.arches import ARCHES, Arch
 from anymla.verification.amdgcn.checks import Fault
 from anymla.verification.amdgcn.machine import Machine
 from anymla.verification.amdgcn.memory import Memory
-from anymla.verification.amdgcn.program import packed, program
+from anymla.verification.amdgcn.program import Program, packed, program
 
 CHIPS = ("gfx90a", "gfx942", "gfx950")
 """Chips whose every shipped kernel the emulator runs."""
@@ -65,14 +65,14 @@ class Emulator:
         chip: A key of ARCHES.
         orders: Of the waves; each launch is run in every one, and must give the same bits.
         execute: Whether to run kernels, or only to compile them and check their LDS.
-        edit: Changes the assembly of a kernel before it is run, for tests.
+        edit: Changes a kernel before it is run, for tests of the checks.
         launches: What was run.
     """
 
     chip: str
     orders: Sequence[str] = ("lockstep",)
     execute: bool = True
-    edit: Any = None
+    edit: Callable[[Program], Program] | None = None
     launches: list[Launched] = field(default_factory=list)
     binary_ext: str = "hsaco"
 
@@ -129,7 +129,9 @@ class Emulator:
         """Types need no translation."""
         return kind
 
-    def load_binary(self, name: str, kernel: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
+    def load_binary(
+        self, name: str, kernel: bytes, shared: int, device: int
+    ) -> tuple[int, int, int, int, int]:
         """Module, function, registers, spills, and the most threads of a workgroup."""
         return 1, 1, 0, 0, 1024
 
@@ -152,8 +154,9 @@ class Launcher:
         if not emulator.execute:
             self._note(emulator, (x, y, z), [])
             return
-        assembly = self.assembly if emulator.edit is None else emulator.edit(self.metadata.name, self.assembly)
-        kernel = program(assembly, emulator.chip)
+        kernel = program(self.assembly, emulator.chip)
+        if emulator.edit is not None:
+            kernel = emulator.edit(kernel)
         outcomes = []
         before = _storages(given) if len(emulator.orders) > 1 else {}
         saved = {pointer: array.copy() for pointer, array in before.items()}
@@ -222,7 +225,7 @@ def emulated(
     orders: Sequence[str] = ("lockstep",),
     execute: bool = True,
     units: int = UNITS,
-    edit: Any = None,
+    edit: Callable[[Program], Program] | None = None,
 ) -> Iterator[Emulator]:
     """Let the CPU be a chip: kernels are compiled for it and run on the emulator.
 

@@ -71,11 +71,18 @@ class Flight:
         counter: Which counter waits for it.
         registers: What it loads.
         land: Puts data into LDS once it is waited for; None for none.
+        accesses: To LDS. A barrier does not end them: they meet what other waves do behind it.
     """
 
     counter: str
     registers: tuple[int, ...]
     land: Landing | None = None
+    accesses: tuple[Access, ...] = ()
+
+    @property
+    def matters(self) -> bool:
+        """Whether anything depends on when it lands."""
+        return bool(self.registers or self.land or self.accesses)
 
 
 class Group:
@@ -93,13 +100,13 @@ class Group:
 
     def add(self, flight: Flight) -> None:
         """One access more is under way."""
-        if self.flights or flight.registers or flight.land:
+        if self.flights or flight.matters:
             self.flights = (*self.flights, flight)
             self.in_flight.update(flight.registers)
 
     def set_flights(self, flights: tuple[Flight, ...]) -> None:
         """What is under way; what loads nothing matters only behind something that does."""
-        first = next((i for i, f in enumerate(flights) if f.registers or f.land), len(flights))
+        first = next((i for i, f in enumerate(flights) if f.matters), len(flights))
         self.flights = flights[first:]
         self.in_flight = {register for flight in self.flights for register in flight.registers}
 
@@ -180,6 +187,7 @@ class Machine:
         self.counts = [0] * len(launch.steps)
         self.notes: set[str] = set()
         self._waiting: list[Group] = []
+        self._carried: list[Access] = []
         self.set_scalar(EXEC, 0xFFFFFFFF)
         self.set_scalar(EXEC + 1, 0xFFFFFFFF if self.lanes == 64 else 0)
 
@@ -256,9 +264,15 @@ class Machine:
         """The mask as memory takes it: None if all lanes execute."""
         return None if self.full else self.mask
 
-    def fly(self, counter: str, registers: Sequence[int] = (), land: Landing | None = None) -> None:
+    def fly(
+        self,
+        counter: str,
+        registers: Sequence[int] = (),
+        land: Landing | None = None,
+        accesses: Sequence[Access] = (),
+    ) -> None:
         """Note an access that is under way until a counter is waited for."""
-        self.group.add(Flight(counter, tuple(registers), land))
+        self.group.add(Flight(counter, tuple(registers), land, tuple(accesses)))
         # A counter that is full holds the next access up until the oldest has landed.
         self.wait(counter, self.launch.limits[counter])
 
@@ -269,7 +283,11 @@ class Machine:
         if len(counted) <= most:
             return
         # Scalar loads come back in any order, so that only waiting for all of them says something.
-        if most and counter == "lgkmcnt" and any(flight.registers and flight.registers[0] < SCALARS for flight in counted):
+        if (
+            most
+            and counter == "lgkmcnt"
+            and any(flight.registers and flight.registers[0] < SCALARS for flight in counted)
+        ):
             return
         landed = set(counted[: len(counted) - most])
         for flight in counted:
@@ -277,8 +295,8 @@ class Machine:
                 flight.land(self, self.waves)
         self.group.set_flights(tuple(flight for flight in flights if flight not in landed))
 
-    def note_shared(self, places: Array, size: int, owners: Array, words: Array | None = None) -> None:
-        """Enter an access to LDS into the journal.
+    def note_shared(self, places: Array, size: int, owners: Array, words: Array | None = None) -> Access:
+        """Enter an access to LDS into the journal, and return it.
 
         Args:
             places: [n], from `SharedMemory.places`.
@@ -286,9 +304,9 @@ class Machine:
             owners: [n], the wave of the batch that each is of.
             words: What is written, [n, words]; None for a read.
         """
-        self.journal.entries.append(
-            Access(owners, places, size, self.step.instruction, self.group.clock, words)
-        )
+        access = Access(owners, places, size, self.step.instruction, self.group.clock, words)
+        self.journal.entries.append(access)
+        return access
 
     def owners(self, mask: Array | None) -> Array:
         """The wave of the batch of each lane of a mask, flat."""
@@ -357,6 +375,8 @@ class Machine:
         for group in self._waiting:
             group.clock = latest
         race = self.journal.conflicts()
+        self.journal.entries += self._carried
+        self._carried = []
         if race is None:
             return
         earlier, later, place, wave = race
@@ -423,6 +443,7 @@ class Machine:
                 return []
             if step.flow == "barrier":
                 self._waiting.append(group)
+                self._carried += [access for flight in group.flights for access in flight.accesses]
                 return []
             return self._branch(group, step)
 

@@ -2,7 +2,7 @@
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from anymla.hardware.arches import ARCHES
 from anymla.verification.amdgcn.instructions import decode
-from anymla.verification.amdgcn.machine import SCALARS, Launch, Machine
+from anymla.verification.amdgcn.machine import SCALARS, Launch, Machine, Step
 from anymla.verification.amdgcn.memory import Memory
 from anymla.verification.amdgcn.parse import Text, Unknown, parse
 
@@ -64,6 +64,12 @@ class Program:
         vectors += _most(text, "a")
         launch = Launch(text.name, steps, leaders, vectors, lanes, scratch, LIMITS[lanes])
         return cls(chip, text, launch)
+
+    def without(self, index: int) -> "Program":
+        """The program with nothing in the place of an instruction."""
+        steps = list(self.launch.steps)
+        steps[index] = Step(_nothing, steps[index].instruction, spread="")
+        return replace(self, launch=replace(self.launch, steps=tuple(steps)))
 
     def run(
         self,
@@ -136,6 +142,10 @@ class Program:
                 after += 1
         threads = machine.wave_of[:, None] * machine.lanes + np.arange(machine.lanes)
         machine.set_vector(0, threads.astype(np.uint32))
+
+
+def _nothing(machine: Machine) -> None:
+    """An instruction that was taken out."""
 
 
 def _most(text: Text, kind: str) -> int:

@@ -88,7 +88,10 @@ def prepared(
         for register, value in registers.items():
             if base + register >= len(machine.vectors):
                 continue
-            machine.set_vector(base + register, np.broadcast_to(np.asarray(value, np.uint32), (machine.num_waves, machine.lanes)))
+            machine.set_vector(
+                base + register,
+                np.broadcast_to(np.asarray(value, np.uint32), (machine.num_waves, machine.lanes)),
+            )
     if not v or 0 not in v:
         threads = machine.wave_of[:, None] * machine.lanes + np.arange(machine.lanes)
         machine.set_vector(0, threads.astype(np.uint32))

@@ -97,7 +97,9 @@ for _name, _do in LOGIC.items():
         _a, _b, _m = 0xF0F0F0F0F0F0F0F0 >> 64 - _width, 0xFF00FF00FF00FF00 >> 64 - _width, (1 << _width) - 1
         SCALAR[f"s_{_name}_b{_width}"] = [((_a, _b), (_do(_a, _b) & _m, True))]
         _new = _do(_a, M64 >> 64 - _width) & _m
-        SCALAR[f"s_{_name}_saveexec_b{_width}"] = [((_a, M64 >> 64 - _width), (M64 >> 64 - _width, _new, _new != 0))]
+        SCALAR[f"s_{_name}_saveexec_b{_width}"] = [
+            ((_a, M64 >> 64 - _width), (M64 >> 64 - _width, _new, _new != 0))
+        ]
 for _name, _do in COMPARE.items():
     for _kind, _low in (("i32", -1), ("u32", 3)):
         _pairs = [(_low, 5), (5, _low), (5, 5)]
@@ -215,7 +217,11 @@ FLOATS = {
     "v_minimum3_f32": [((1.0, 3.0, 2.0), 1.0), ((1.0, NAN, 2.0), NAN)],
     "v_med3_f32": [((1.0, 3.0, 2.0), 2.0)],
     # Half a unit above 1, and a little more or less, which only one rounding sees.
-    "v_fma_f32": [((2.0, 3.0, 4.0), 10.0), ((1.0, TINY, 1.0), 1.0), ((1 + 2.0**-23, 1 + 2.0**-23, -1.0), 2.0**-22 + 2.0**-46)],
+    "v_fma_f32": [
+        ((2.0, 3.0, 4.0), 10.0),
+        ((1.0, TINY, 1.0), 1.0),
+        ((1 + 2.0**-23, 1 + 2.0**-23, -1.0), 2.0**-22 + 2.0**-46),
+    ],
     "v_fmac_f32": [((2.0, 3.0, 4.0), 10.0)],
     "v_pk_fma_f32": [(((2.0, 1.0), (3.0, 5.0), (4.0, 6.0)), (10.0, 11.0))],
     "v_fma_f16": [((2.0, 3.0, 4.0), 10.0), ((1 + 2.0**-10, 1 + 2.0**-10, -1.0), 2.0**-9 + 2.0**-20)],
@@ -236,8 +242,18 @@ FLOATS = {
     "v_div_scale_f32": [((3.0, 2.0, 3.0), (3.0, NONE))],
     "v_div_fmas_f32": [((2.0, 3.0, 4.0), 10.0)],
     "v_div_fixup_f32": [((1.5, 2.0, 3.0), 1.5), ((NAN, 0.0, 1.0), INF), ((1.0, 2.0, 3.0), 1.0)],
-    "v_cmp_class_f32": [((NAN, 2), ALL), ((-INF, 4), ALL), ((-1.0, 8), ALL), ((-1e-40, 16), ALL), ((-0.0, 32), ALL),
-                        ((0.0, 64), ALL), ((1e-40, 128), ALL), ((1.0, 256), ALL), ((INF, 512), ALL), ((INF, 511), NONE)],
+    "v_cmp_class_f32": [
+        ((NAN, 2), ALL),
+        ((-INF, 4), ALL),
+        ((-1.0, 8), ALL),
+        ((-1e-40, 16), ALL),
+        ((-0.0, 32), ALL),
+        ((0.0, 64), ALL),
+        ((1e-40, 128), ALL),
+        ((1.0, 256), ALL),
+        ((INF, 512), ALL),
+        ((INF, 511), NONE),
+    ],
     "v_cvt_f32_i32": [((-3,), -3.0), ((2**24 + 1,), 2.0**24)],
     "v_cvt_f32_u32": [((M32,), 2.0**32)],
     "v_cvt_i32_f32": [((-1.9,), -1), ((1e20,), 2**31 - 1), ((NAN,), 0), ((-INF,), -(2**31))],
@@ -280,7 +296,9 @@ for _kind in ("i16", "u16", "i32", "u32", "i64", "u64"):
         _cases = [((a, b), _do(a, b)) for a, b in ((_low, 5), (5, _low), (5, 5))]
         FLOATS[f"v_cmp_{_name}_{_kind}"] = _cases
         if _kind in ("i32", "u32"):
-            FLOATS[f"v_cmpx_{_name}_{_kind}"] = [((*given, M64), (says, M64 if says else 0)) for given, says in _cases]
+            FLOATS[f"v_cmpx_{_name}_{_kind}"] = [
+                ((*given, M64), (says, M64 if says else 0)) for given, says in _cases
+            ]
 
 EXAMPLES = {**SCALAR, **INTEGERS, **FLOATS}
 ROWS = {row.mnemonic: row for name in ("scalar", "integers", "floats") for row in GROUPS[name]}
@@ -350,7 +368,11 @@ def same(kind: str, got: int, expected) -> bool:
 
 @pytest.mark.parametrize(
     ("mnemonic", "given", "expected"),
-    [pytest.param(m, g, e, id=f"{m}-{n}") for m, examples in EXAMPLES.items() for n, (g, e) in enumerate(examples)],
+    [
+        pytest.param(m, g, e, id=f"{m}-{n}")
+        for m, examples in EXAMPLES.items()
+        for n, (g, e) in enumerate(examples)
+    ],
 )
 def test_a_row_does_what_its_name_says(mnemonic, given, expected):
     row = ROWS[mnemonic]
@@ -401,12 +423,27 @@ def test_modifiers_change_sources_and_results(text, expected):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("v_and_b32_sdwa v2, v10, v12 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_1 src1_sel:DWORD", 0x1122),
-        ("v_or_b32_sdwa v2, v10, v12 dst_sel:WORD_1 dst_unused:UNUSED_PAD src0_sel:BYTE_0 src1_sel:BYTE_1", 0xFF << 16),
-        ("v_or_b32_sdwa v2, v10, v10 dst_sel:BYTE_1 dst_unused:UNUSED_PRESERVE src0_sel:BYTE_3 src1_sel:BYTE_3", 0xAAAA11AA),
-        ("v_add_u32_sdwa v2, sext(v10), v13 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:BYTE_0 src1_sel:DWORD", 0x44),
+        (
+            "v_and_b32_sdwa v2, v10, v12 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:WORD_1 src1_sel:DWORD",
+            0x1122,
+        ),
+        (
+            "v_or_b32_sdwa v2, v10, v12 dst_sel:WORD_1 dst_unused:UNUSED_PAD src0_sel:BYTE_0 src1_sel:BYTE_1",
+            0xFF << 16,
+        ),
+        (
+            "v_or_b32_sdwa v2, v10, v10 dst_sel:BYTE_1 dst_unused:UNUSED_PRESERVE src0_sel:BYTE_3 src1_sel:BYTE_3",
+            0xAAAA11AA,
+        ),
+        (
+            "v_add_u32_sdwa v2, sext(v10), v13 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:BYTE_0 src1_sel:DWORD",
+            0x44,
+        ),
         ("v_sub_u32_e64 v2, v13, v10 clamp", 0),
-        ("v_pk_add_u16 v2, v10, v12 op_sel:[1,0] op_sel_hi:[0,1]", (0x3344 + 0xFFFF & 0xFFFF) << 16 | (0x1122 + 0xFFFF & 0xFFFF)),
+        (
+            "v_pk_add_u16 v2, v10, v12 op_sel:[1,0] op_sel_hi:[0,1]",
+            (0x3344 + 0xFFFF & 0xFFFF) << 16 | (0x1122 + 0xFFFF & 0xFFFF),
+        ),
     ],
 )
 def test_parts_of_registers_are_selected(text, expected):

@@ -56,7 +56,9 @@ def test_dpp_takes_its_first_source_from_another_lane(move):
 
 
 def test_dpp_without_a_source_gives_zero_where_the_bound_is_controlled():
-    after = execute("  v_add_u32_dpp v2, v3, v4 row_shr:8 row_mask:0xf bank_mask:0xf bound_ctrl:1", v={2: 7, 3: IDS, 4: 1})
+    after = execute(
+        "  v_add_u32_dpp v2, v3, v4 row_shr:8 row_mask:0xf bank_mask:0xf bound_ctrl:1", v={2: 7, 3: IDS, 4: 1}
+    )
     assert after.v(2) == [i - 8 + 100 + 1 if i % 16 >= 8 else 1 for i in LANE]
 
 
@@ -66,7 +68,9 @@ def test_dpp_leaves_masked_rows_and_banks_alone():
 
 
 def test_dpp_takes_nothing_from_a_lane_that_does_not_execute():
-    after = execute("  v_mov_b32_dpp v2, v3 quad_perm:[1,0,3,2] row_mask:0xf bank_mask:0xf", v={2: 7, 3: IDS}, mask=0b1101)
+    after = execute(
+        "  v_mov_b32_dpp v2, v3 quad_perm:[1,0,3,2] row_mask:0xf bank_mask:0xf", v={2: 7, 3: IDS}, mask=0b1101
+    )
     assert after.v(2)[:4] == [7, 7, 103, 102]
 
 
@@ -147,7 +151,9 @@ KINDS = pytest.mark.parametrize(("kind", "chip"), DTYPES)
 @KINDS
 def test_two_values_become_fp8_in_one_half(kind, chip):
     for half, word in (("", "word 0"), (" op_sel:[0,0,1]", "word 1")):
-        after = execute(f"  v_cvt_pk_{kind}_f32 v2, v3, v4{half}", v={2: 0x12345678, 3: f32(1.5), 4: f32(-2.0)}, chip=chip)
+        after = execute(
+            f"  v_cvt_pk_{kind}_f32 v2, v3, v4{half}", v={2: 0x12345678, 3: f32(1.5), 4: f32(-2.0)}, chip=chip
+        )
         pair = code_of(1.5, kind, chip) | code_of(-2.0, kind, chip) << 8
         assert after.v(2)[0] == (0x12340000 | pair if word == "word 0" else pair << 16 | 0x5678)
 
@@ -164,7 +170,11 @@ def test_too_large_a_value_becomes_nan_or_the_largest_as_the_mode_says(chip, lar
 @covers("v_cvt_scalef32_pk_fp8_f32", "v_cvt_scalef32_pk_bf8_f32")
 @pytest.mark.parametrize("kind", ["fp8", "bf8"])
 def test_values_are_divided_by_the_exponent_of_a_scale(kind):
-    after = execute(f"  v_cvt_scalef32_pk_{kind}_f32 v2, v3, v4, v5", v={2: 0, 3: f32(6.0), 4: f32(-8.0), 5: f32(4.0)}, chip="gfx950")
+    after = execute(
+        f"  v_cvt_scalef32_pk_{kind}_f32 v2, v3, v4, v5",
+        v={2: 0, 3: f32(6.0), 4: f32(-8.0), 5: f32(4.0)},
+        chip="gfx950",
+    )
     assert after.v(2)[0] == code_of(1.5, kind, "gfx950") | code_of(-2.0, kind, "gfx950") << 8
 
 
@@ -217,8 +227,12 @@ def test_halves_and_words_are_mixed():
     modifiers = "op_sel:[1,0,1] op_sel_hi:[1,0,1]"
     assert execute(f"  v_fma_mix_f32 v2, v3, -v4, v5 {modifiers}", v=given).v(2)[0] == f32(-14.5)
     assert execute(f"  v_fma_mixlo_f16 v2, v3, v4, v5 {modifiers}", v=given).v(2)[0] == 0x11110000 | f16(15.5)
-    assert execute(f"  v_fma_mixhi_f16 v2, v3, v4, v5 {modifiers}", v=given).v(2)[0] == f16(15.5) << 16 | 0x2222
-    assert execute("  v_fma_mixlo_f16 v2, v3, v4, 0", v={**given, 3: f32(2.0)}).v(2)[0] == 0x11110000 | f16(10.0)
+    assert (
+        execute(f"  v_fma_mixhi_f16 v2, v3, v4, v5 {modifiers}", v=given).v(2)[0] == f16(15.5) << 16 | 0x2222
+    )
+    assert execute("  v_fma_mixlo_f16 v2, v3, v4, 0", v={**given, 3: f32(2.0)}).v(2)[0] == 0x11110000 | f16(
+        10.0
+    )
 
 
 @covers("v_bitop3_b32", "v_bitop3_b16")
@@ -227,8 +241,13 @@ def test_a_truth_table_of_three(table):
     a, b, c = 0xF0F0F0F0, 0xCCCCCCCC, 0xAAAAAAAA
     row = [table >> n & 1 for n in range(8)]
     expected = sum(row[(a >> i & 1) << 2 | (b >> i & 1) << 1 | c >> i & 1] << i for i in range(32))
-    assert execute(f"  v_bitop3_b32 v2, v3, v4, v5 bitop3:{table:#x}", v={3: a, 4: b, 5: c}).v(2)[0] == expected
-    assert execute(f"  v_bitop3_b16 v2, v3, v4, v5 bitop3:{table:#x}", v={3: a, 4: b, 5: c}).v(2)[0] == expected & 0xFFFF
+    assert (
+        execute(f"  v_bitop3_b32 v2, v3, v4, v5 bitop3:{table:#x}", v={3: a, 4: b, 5: c}).v(2)[0] == expected
+    )
+    assert (
+        execute(f"  v_bitop3_b16 v2, v3, v4, v5 bitop3:{table:#x}", v={3: a, 4: b, 5: c}).v(2)[0]
+        == expected & 0xFFFF
+    )
 
 
 @covers("v_pk_mov_b32")

@@ -171,7 +171,11 @@ def test_lds_is_read(mnemonic):
     form = mnemonic.split("_", 2)[2]
     count = DWORDS.get(form, 1)
     target = f"v[10:{9 + count}]" if count > 1 else "v10"
-    after = prepared(f"  {mnemonic} {target}, v2 offset:32{WAIT}", v={2: LANE * 16, **dict.fromkeys(range(10, 10 + count), 0xEEEEEEEE)}, shared=4096)
+    after = prepared(
+        f"  {mnemonic} {target}, v2 offset:32{WAIT}",
+        v={2: LANE * 16, **dict.fromkeys(range(10, 10 + count), 0xEEEEEEEE)},
+        shared=4096,
+    )
     after.machine.shared.store(np.arange(0, 4096, 4), BYTES.view(np.uint32)[:, None], 4)
     after.machine.run()
     assert [after.v(10 + n)[9] for n in range(count)] == expected_words(form, BYTES[32 + 9 * 16 :][:16])
@@ -195,14 +199,19 @@ def test_lds_is_written(mnemonic):
 @pytest.mark.parametrize("form", ["b32", "b64"])
 def test_pairs_are_written_and_read(form, far):
     count, unit = DWORDS[form], 4 * DWORDS[form] * (64 if far else 1)
-    one, other, both = (f"v[{n}:{n + m - 1}]" if m > 1 else f"v{n}" for n, m in ((10, count), (20, count), (30, 2 * count)))
+    one, other, both = (
+        f"v[{n}:{n + m - 1}]" if m > 1 else f"v{n}" for n, m in ((10, count), (20, count), (30, 2 * count))
+    )
     text = f"""
   ds_write2{far}_{form} v2, {one}, {other} offset0:1 offset1:3
   s_waitcnt lgkmcnt(0)
   ds_read2{far}_{form} {both}, v3 offset0:2 offset1:0{WAIT}"""
     given = {10 + n: 100 + n for n in range(count)} | {20 + n: 200 + n for n in range(count)}
     after = execute(text, v={2: 8, 3: 8 + unit, **given}, mask=1, shared=16384)
-    assert [after.v(30 + n)[0] for n in range(2 * count)] == [*range(200, 200 + count), *range(100, 100 + count)]
+    assert [after.v(30 + n)[0] for n in range(2 * count)] == [
+        *range(200, 200 + count),
+        *range(100, 100 + count),
+    ]
 
 
 @pytest.mark.parametrize(("size", "mnemonic"), [(2, "ds_read_b64_tr_b16"), (1, "ds_read_b64_tr_b8")])
@@ -217,7 +226,14 @@ def test_a_block_is_read_transposed(size, mnemonic):
     assert (got == block.transpose(0, 2, 1)).all()
 
 
-FORMATS = {"fp8": torch.float8_e4m3fn, "bf8": torch.float8_e5m2, "bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, "xf32": torch.float32}
+FORMATS = {
+    "fp8": torch.float8_e4m3fn,
+    "bf8": torch.float8_e5m2,
+    "bf16": torch.bfloat16,
+    "f16": torch.float16,
+    "f32": torch.float32,
+    "xf32": torch.float32,
+}
 
 
 def in_registers(matrix, size: int, depth: int, kind: str) -> np.ndarray:
@@ -236,7 +252,10 @@ def test_matrices_are_multiplied(mnemonic):
     kinds = row.kinds or ("fp8", "bf8")
     rng = np.random.default_rng(1)
     # Small whole numbers are exact in every format.
-    a, b, c = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((size, depth), (size, depth), (size, size)))
+    a, b, c = (
+        rng.integers(-3, 4, shape).astype(np.float32)
+        for shape in ((size, depth), (size, depth), (size, size))
+    )
     left, right = (in_registers(m, size, depth, k) for m, k in ((a, kinds[0]), (b, kinds[1])))
     count = size * size // 64
     where = {}
@@ -246,7 +265,10 @@ def test_matrices_are_multiplied(mnemonic):
             where[r, lane] = i, lane % size
     sums = {r: [f32(float(c[where[r, lane]])) for lane in range(64)] for r in range(count)}
     v = {10 + n: words for n, words in enumerate(left)} | {30 + n: words for n, words in enumerate(right)}
-    spans = [f"v[{n}:{n + len(words) - 1}]" if len(words) > 1 else f"v{n}" for n, words in ((10, left), (30, right))]
+    spans = [
+        f"v[{n}:{n + len(words) - 1}]" if len(words) > 1 else f"v{n}"
+        for n, words in ((10, left), (30, right))
+    ]
     modifiers = "" if row.kinds else " blgp:1"
     text = f"  {mnemonic} a[0:{count - 1}], {spans[0]}, {spans[1]}, a[0:{count - 1}]{modifiers}"
     after = execute(text, v=v, a=sums, chip="gfx950", mask=1)

@@ -167,7 +167,12 @@ ROWS: tuple[Row, ...] = (
     Vector("v_or3_b32", "u32 <- u32 u32 u32", lambda a, b, c: a | b | c),
     Vector("v_xor3_b32", "u32 <- u32 u32 u32", lambda a, b, c: a ^ b ^ c),
     Vector("v_xad_u32", "u32 <- u32 u32 u32", lambda a, b, c: (a ^ b) + c),
-    Vector("v_lshl_add_u64", "u64 <- u64 u32 u64", lambda a, b, c: (a << (b & _low_bits(3)).astype(U64)) + c, "upward"),
+    Vector(
+        "v_lshl_add_u64",
+        "u64 <- u64 u32 u64",
+        lambda a, b, c: (a << (b & _low_bits(3)).astype(U64)) + c,
+        "upward",
+    ),
     Vector("v_bfi_b32", "u32 <- u32 u32 u32", lambda a, b, c: a & b | ~a & c),
     Vector(
         "v_bfe_u32",

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from anymla.verification.amdgcn.checks import Access
 from anymla.verification.amdgcn.instructions.moves import LOADS, STORES, WORDS, Kind, put_words, words_of
 from anymla.verification.amdgcn.instructions.rows import (
     I64,
@@ -30,11 +31,11 @@ def _align(size: int) -> int:
     return 16 if size == 12 else size
 
 
-def _read(m: Machine, addresses: Array, size: int, writes: Sequence[int]) -> Array:
-    """Words [waves, lanes, words]; what was never written is noted for the registers `writes`."""
+def _read(m: Machine, addresses: Array, size: int, writes: Sequence[int]) -> tuple[Array, Access]:
+    """Words [waves, lanes, words] and their access; never written ones are noted for the registers `writes`."""
     mask = m.executing
     places = m.shared.places(m.workgroup_of[m.waves], addresses, mask, size, _align(size))
-    m.note_shared(places, size, m.owners(mask))
+    access = m.note_shared(places, size, m.owners(mask))
     found, unwritten = m.shared.load(places, size)
     if mask is None:
         words = found.reshape(*addresses.shape, -1)
@@ -46,20 +47,21 @@ def _read(m: Machine, addresses: Array, size: int, writes: Sequence[int]) -> Arr
         lanes[np.ones_like(lanes) if mask is None else mask] = unwritten
         for register in writes:
             m.defined.write(register, m.at, m.exec, m.pack(lanes))
-    return words
+    return words, access
 
 
-def _write(m: Machine, addresses: Array, words: Array, size: int, reads: Sequence[int]) -> None:
+def _write(m: Machine, addresses: Array, words: Array, size: int, reads: Sequence[int]) -> Access:
     mask = m.executing
     places = m.shared.places(m.workgroup_of[m.waves], addresses, mask, size, _align(size))
     flat = words.reshape(len(places), -1) if mask is None else words[mask]
-    m.note_shared(places, size, m.owners(mask), flat)
+    access = m.note_shared(places, size, m.owners(mask), flat)
     unknown = m.defined.undefined(reads, m.at)
     undefined = None
     if unknown is not None:
         lanes = m.unpack(unknown)
         undefined = lanes.ravel() if mask is None else lanes[mask]
     m.shared.store(places, flat, size, undefined)
+    return access
 
 
 def _addresses(fetch: Fetch, offset: int) -> Fetch:
@@ -100,12 +102,12 @@ class SharedLoad(Row):
 
         def run(m: Machine) -> None:
             # Both addresses before a register that one of them is in may change.
-            found = [(_read(m, where(m), kind.size, registers), registers) for where, registers in halves]
-            for words, registers in found:
+            found = [(*_read(m, where(m), kind.size, registers), registers) for where, registers in halves]
+            for words, _, registers in found:
                 if self.transposed:
                     words = _transposed(words, self.transposed)
                 put_words(m, registers[0] - SCALARS, kind, words)
-            m.fly("lgkmcnt", writes)
+            m.fly("lgkmcnt", writes, accesses=[access for _, access, _ in found])
 
         return step(run, context, (), writes, trusts=numbers_of(context, [address]), spread="")
 
@@ -150,9 +152,11 @@ class SharedStore(Row):
 
 def _storing(parts: Sequence[tuple[Fetch, Sequence[int]]], kind: Kind) -> Run:
     def run(m: Machine) -> None:
-        for where, registers in parts:
+        accesses = [
             _write(m, where(m), words_of(m, registers[0] - SCALARS, kind), kind.size, registers)
-        m.fly("lgkmcnt")
+            for where, registers in parts
+        ]
+        m.fly("lgkmcnt", accesses=accesses)
 
     return run
 
