@@ -126,6 +126,13 @@ class TestBudget:
         right = torch.full((2, 8), 1.4e-7, dtype=torch.float64)
         assert judge_tensor("out", right.half(), right, right.half()).passed
 
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_what_is_no_normal_number_of_fp32_may_be_zero_and_no_more(self, dtype):
+        zero = torch.zeros(2, 8, dtype=dtype)
+        for size, passes in ((3e-41, True), (3e-38, False)):
+            right = torch.full((2, 8), size, dtype=torch.float64)
+            assert judge_tensor("out", zero, right, right.to(dtype)).passed is passes
+
     def test_the_lse_is_held_to_fp32_even_if_out_is_bf16(self):
         out, lse = torch.ones(2, 3, 8, dtype=torch.float64), torch.full((2, 3), 9.3, dtype=torch.float64)
         eager = result(out.bfloat16(), lse.float())

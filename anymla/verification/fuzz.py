@@ -216,12 +216,12 @@ def _draw_family(rng: Random, op: str, extent: Extent) -> Family:
         )
     if op == "index_topk":
         rank, rope = rng.choice((64, 128)), 0
-    q_dtype = rng.choice(("bf16", "bf16", "fp16", "fp32"))
-    kv_format = rng.choice((q_dtype, *KV_FORMATS))
+    q_dtype = rng.choice(("bf16", "bf16", "bf16", "fp16", "fp32"))
+    kv_format = rng.choice((q_dtype, q_dtype, "fp8_e4m3fn", "fp8_ds_mla", *KV_FORMATS))
     cached = op != "prefill" or rng.random() < 0.7
     planned = rng.random() < 0.6 and op in ("decode", "sparse_decode", "prefill")
     heads = rng.choice((rng.randint(1, extent.heads), 1, 8, 16, 20, 32, 64, 128))
-    q_len = rng.choice((1, 1, rng.randint(2, 8))) if op in ("decode", "index_topk") else 1
+    q_len = rng.choice((1, 1, 1, 8, rng.randint(2, 8))) if op in ("decode", "index_topk") else 1
     if op == "prefill":
         q_len = rng.choice((8, 70, 160))
     elif q_len > 1 and not planned:

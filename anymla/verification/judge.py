@@ -240,7 +240,8 @@ def _budget(
     sizes = fold(size)
     noise = torch.stack([fold(n) for n in noises]).amax(0) if noises else torch.zeros_like(sizes)
     relative = torch.where(sizes > 0, noise / sizes, 0.0).max()
-    subnormal = limits.eps * limits.smallest_normal
+    # A chip may take fp32 below its smallest normal value for zero, and 1 / (1 + exp(x)) does.
+    subnormal = max(limits.eps * limits.smallest_normal, torch.finfo(torch.float32).smallest_normal)
     return fold(error), torch.where(sizes > 0, sizes * (2 * relative + 2 * limits.eps) + subnormal, 0.0)
 
 
