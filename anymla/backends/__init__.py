@@ -22,6 +22,8 @@ class Backend:
         built: False while it is only planned; it then refuses, beside all other reasons.
         arch: Rule for the machine's chip.
         packages: Packages that it imports beyond the base dependencies.
+        evidence: How much is known of it on these chips: declared (its rules were read somewhere), compiled
+            (for the chip, on another machine) or verified (run there, against the reference).
         source: What the rules were read from.
     """
 
@@ -42,6 +44,7 @@ class Backend:
     topk: Rule = ANY
     features: Rule = NOTHING
     packages: tuple[str, ...] = ()
+    evidence: str = "declared"
     source: str = ""
 
 
@@ -149,27 +152,21 @@ _TRITON = Backend(
     qk_nope_head_dim=Between(0, 512),
     v_head_dim=Between(0, 512),
     features=offers(*Feature),
-    source="masked tiles, so heads and widths need no padding; verified there",
+    evidence="verified",
+    source="masked tiles, so heads and widths need no padding",
 )
-
-# The same kernels, not yet verified there.
-_TRITON_ELSEWHERE = replace(
+_TRITON_COMPILED = replace(
+    _TRITON,
+    arch=one_of("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "sm80", "sm86", "sm89", "sm100", "sm120"),
+    evidence="compiled",
+    source="the same kernels, compiled for the chip in every launch row (docs/audit.md), not run there",
+)
+_TRITON_PLANNED = replace(
     _TRITON,
     built=False,
-    arch=one_of(
-        "gfx90a",
-        "gfx942",
-        "gfx950",
-        "gfx1100",
-        "gfx1201",
-        "gfx1250",
-        "sm80",
-        "sm86",
-        "sm89",
-        "sm100",
-        "sm120",
-    ),
-    source="planned: the same kernels, once they are verified there",
+    arch=one_of("gfx1250"),
+    evidence="declared",
+    source="planned: the same kernels, once a Triton that compiles them there is the oldest supported",
 )
 
 _CPU = Backend(
@@ -184,6 +181,7 @@ _CPU = Backend(
     kv_lora_rank=ANY,
     qk_rope_head_dim=ANY,
     features=offers(*(feature for feature in Feature if feature is not Feature.GRAPH)),
+    evidence="verified",
     source="torch on the CPU: fp32 accumulation in blocks of keys, any width",
 )
 
@@ -206,6 +204,7 @@ BACKENDS: tuple[Backend, ...] = (
     _AITER_INDEX,
     replace(_AITER_INDEX, arch=one_of("gfx950"), kv_format=one_of("index_k")),
     _TRITON,
-    _TRITON_ELSEWHERE,
+    _TRITON_COMPILED,
+    _TRITON_PLANNED,
     _CPU,
 )

@@ -11,9 +11,10 @@ import typer
 from anymla import select
 from anymla.errors import InvalidInput, Reasons
 from anymla.hardware.arches import ARCHES
+from anymla.hardware.launch import Launch, attend_row, launch_rows
 from anymla.hardware.probe import Machine, machine_named, this_machine
 from anymla.models import MODELS, model_named
-from anymla.problem import DTYPE_NAMES, KV_FORMAT_NAMES, OPS, Problem, canonical_name
+from anymla.problem import DTYPE_NAMES, KV_FORMAT_NAMES, OPS, Feature, Problem, canonical_name
 from anymla.rules import listed
 from anymla.select import Verdict
 
@@ -34,7 +35,12 @@ class Answer:
     @property
     def choice(self) -> str | None:
         """The backend that would be chosen."""
-        return next((verdict.backend.name for verdict in self.verdicts if verdict.accepted), None)
+        return self.chosen.backend.name if self.chosen else None
+
+    @property
+    def chosen(self) -> Verdict | None:
+        """The verdict of that backend."""
+        return next((verdict for verdict in self.verdicts if verdict.accepted), None)
 
 
 def explain(
@@ -130,7 +136,27 @@ def answer_fields(answer: Answer) -> dict[str, Any]:
         "machine": machine_fields(answer.machine),
         "verdicts": [verdict_fields(verdict, problem) for verdict in answer.verdicts],
         "choice": answer.choice,
+        "launch": asdict(row) if (row := launch_row(answer)) else None,
     }
+
+
+def launch_row(answer: Answer) -> Launch | None:
+    """The tile and warps with which the chosen backend would be launched; None where it has no such rows."""
+    problem, arch, chosen = answer.problem, answer.machine.arch, answer.chosen
+    if chosen is None or chosen.backend.name != "triton":
+        return None
+    if problem.op == "write_cache":
+        return launch_rows("cache_write", arch)[0]
+    if problem.op not in ("decode", "sparse_decode"):
+        return None
+    tokens = 1 if Feature.BATCH_INVARIANT in problem.features else problem.q_len
+    return attend_row(
+        arch,
+        problem.num_heads * tokens,
+        problem.kv_lora_rank,
+        problem.qk_rope_head_dim,
+        refuses=lambda row: row.wgmma and problem.kv_format != problem.q_dtype,
+    )
 
 
 def machine_fields(machine: Machine) -> dict[str, Any]:
@@ -147,6 +173,7 @@ def verdict_fields(verdict: Verdict, problem: Problem) -> dict[str, Any]:
     return {
         "backend": verdict.backend.name,
         "accepted": verdict.accepted,
+        "evidence": verdict.backend.evidence,
         "reasons": list(verdict.reasons),
         "quirks": [
             {
@@ -191,7 +218,19 @@ def show_answer(console: "Console", model: str, tp: int, answer: Answer) -> None
     chosen = (
         f"[bold green]{answer.choice}[/]" if answer.choice else "[bold red]none[/], every backend refuses"
     )
-    console.print(f"choice: {chosen}")
+    console.print(f"choice: {chosen}{_how(answer)}")
+
+
+def _how(answer: Answer) -> str:
+    """What is known of the chosen backend there, and its launch row."""
+    if answer.chosen is None:
+        return ""
+    evidence, arch = answer.chosen.backend.evidence, answer.machine.arch
+    words = [f"compiled for {arch}, not run there" if evidence == "compiled" else f"{evidence} on {arch}"]
+    row = launch_row(answer)
+    if row is not None:
+        words += [f"{row.block_m} rows × {row.block_n} keys, {row.num_warps} warps, {row.num_stages} stages"]
+    return f" [dim]({'; '.join(words)})[/]"
 
 
 def show_answers(console: "Console", model: str, tp: int, answers: list[Answer]) -> None:
@@ -202,12 +241,14 @@ def show_answers(console: "Console", model: str, tp: int, answers: list[Answer])
     console.print(f"[bold]{model}[/] at tensor parallel size {tp}: {_problem_in_words(answers[0].problem)}\n")
     names = [verdict.backend.name for verdict in answers[0].verdicts]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("machine", "kv format", *names, "choice"):
+    for heading in ("machine", "kv format", *names, "choice", "tile"):
         table.add_column(heading, no_wrap=heading not in names)
     for answer in answers:
         cells = ["[green]accepts[/]" if v.accepted else _in_short(v) for v in answer.verdicts]
         choice = f"[bold green]{answer.choice}[/]" if answer.choice else "[red]none[/]"
-        table.add_row(f"[bold]{answer.machine.arch}[/]", answer.problem.kv_format, *cells, choice)
+        row = launch_row(answer)
+        tile = f"{row.block_m}×{row.block_n}" if row else ""
+        table.add_row(f"[bold]{answer.machine.arch}[/]", answer.problem.kv_format, *cells, choice, tile)
     console.print(table)
     console.print("[dim]Name one --machine for the whole reasons, quirks and nearest changes.[/]")
 

@@ -1,6 +1,6 @@
 """LAUNCH: tile sizes and warps for each kernel and chip; the exact chip, then its vendor, then "*"."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from anymla.hardware.arches import ARCHES
@@ -87,9 +87,20 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
     ("prefill", "gfx90a"): _CDNA_PREFILL,
     ("prefill", "gfx942"): _CDNA_PREFILL,
     ("prefill", "gfx950"): _CDNA_PREFILL,
+    ("prefill", "gfx1100"): (
+        Launch(block_m=64, block_n=16, num_warps=4, num_stages=1, widest=192),
+        Launch(block_m=16, block_n=16, num_warps=4, num_stages=1, widest=256, reread=True),
+        Launch(block_m=32, block_n=16, num_warps=8, num_stages=1, widest=640, reread=True),
+    ),
     ("prefill", "nvidia"): (
         Launch(block_m=64, block_n=32, num_warps=4, num_stages=2, widest=192),
         Launch(block_m=64, block_n=32, num_warps=8, num_stages=2, widest=256),
+        Launch(block_m=32, block_n=16, num_warps=8, num_stages=2, widest=640),
+    ),
+    ("prefill", "sm100"): (
+        Launch(block_m=32, block_n=32, num_warps=4, num_stages=2, widest=192),
+        Launch(block_m=128, block_n=64, num_warps=8, num_stages=2, widest=192),
+        Launch(block_m=32, block_n=32, num_warps=4, num_stages=2, widest=256),
         Launch(block_m=32, block_n=16, num_warps=8, num_stages=2, widest=640),
     ),
     ("prefill", "sm90"): (
@@ -116,3 +127,61 @@ def launch_rows(kernel: str, arch: str) -> tuple[Launch, ...]:
         if (kernel, key) in LAUNCH:
             return LAUNCH[kernel, key]
     raise KeyError(kernel)
+
+
+def attend_row(
+    arch: str,
+    rows: int,
+    latent: int,
+    rope: int,
+    *,
+    element_bytes: int = 2,
+    refuses: Callable[[Launch], object] = lambda row: None,
+) -> Launch:
+    """The row that attention takes: the smallest tile that holds the rows, else the largest that fits.
+
+    Args:
+        arch: The chip.
+        rows: Rows of a sequence that share its keys: query tokens times heads, or heads where the split must
+            not depend on the number of tokens.
+        latent: kv_lora_rank.
+        rope: qk_rope_head_dim.
+        element_bytes: Of a query's element.
+        refuses: True, or a reason, for rows that do not take the call for another cause.
+
+    Returns:
+        Of the rows of that tile the first that fits on the chip.
+    """
+    room = ARCHES[arch].shared_bytes if arch in ARCHES else 0
+    fits = [
+        row
+        for row in launch_rows("attend", arch)
+        if not refuses(row)
+        and (not room or attend_shared_bytes(row, arch, latent, rope, element_bytes) <= room)
+    ]
+    assert fits, f"no launch row of attend takes {rows} rows of {latent} + {rope} on {arch}"
+    enough = [row.block_m for row in fits if row.block_m >= rows]
+    block_m = min(enough) if enough else max(row.block_m for row in fits)
+    return next(row for row in fits if row.block_m == block_m)
+
+
+def attend_shared_bytes(row: Launch, arch: str, latent: int, rope: int, element_bytes: int = 2) -> int:
+    """The most on-chip bytes of a program of attention; the audit holds it against what compilers lay out.
+
+    AMD keeps queries in registers, and operands pass through LDS in chunks. Elsewhere the block in use has
+    left the buffers of those in flight, except where a warpgroup multiplies from them.
+    """
+    latent, rope = padded(latent, row.chunk), padded(rope)
+    block, weights = row.block_n * (latent + rope), row.block_m * row.block_n
+    if arch in ARCHES and ARCHES[arch].vendor == "amd":
+        passing = max(row.block_m, row.block_n) * min(row.chunk, latent)
+        return element_bytes * max((row.num_stages - 1) * block + weights, passing)
+    in_flight = row.num_stages if row.block_m >= 64 else max(row.num_stages - 1, 1)
+    return element_bytes * (row.block_m * (latent + rope) + in_flight * block + weights)
+
+
+def padded(width: int, chunk: int = 0) -> int:
+    """The width that a kernel works in: whole chunks, or one power of two from 16 on."""
+    if chunk and width % chunk == 0:
+        return width
+    return max(16, 1 << (width - 1).bit_length())

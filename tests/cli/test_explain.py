@@ -34,7 +34,7 @@ def verdict(found: dict, backend: str) -> dict:
 
 def test_json_has_the_problem_the_machine_every_verdict_and_the_choice() -> None:
     found = answer("--model", "deepseek-v3", "--tp", "8", "--machine", "cpu", "--lse")
-    assert list(found) == ["problem", "machine", "verdicts", "choice"]
+    assert list(found) == ["problem", "machine", "verdicts", "choice", "launch"]
     assert found["problem"]["num_heads"] == 16
     assert found["problem"]["features"] == ["lse"]
     assert found["problem"]["sm_scale"] == pytest.approx(0.135234, abs=1e-6)
@@ -43,7 +43,9 @@ def test_json_has_the_problem_the_machine_every_verdict_and_the_choice() -> None
     assert [one["backend"] for one in found["verdicts"]] == ["hopper", "aiter", "triton", "cpu"]
     assert found["choice"] == "cpu"
     for one in found["verdicts"]:
-        assert set(one) == {"backend", "accepted", "reasons", "quirks", "padding", "nearest"}
+        assert set(one) == {
+            "backend", "accepted", "evidence", "reasons", "quirks", "padding", "nearest"
+        }  # fmt: skip
         assert one["accepted"] == (not one["reasons"])
 
 
@@ -51,7 +53,7 @@ def test_padding_is_reported_with_its_price() -> None:
     found = answer("--model", "kimi-k3", "--tp", "8", "--machine", "gfx950")
     assert verdict(found, "aiter")["padding"] == {"heads": 12, "padded_heads": 16, "price": 1.333}
     assert verdict(found, "triton")["padding"] == {"heads": 12, "padded_heads": 12, "price": 1.0}
-    assert found["choice"] is None
+    assert found["choice"] == "triton"
 
 
 def test_quirks_are_reported_with_their_knob_and_source() -> None:
@@ -95,8 +97,25 @@ def test_several_machines_are_answered_in_one_go() -> None:
     assert [one["machine"]["arch"] for one in found["machines"]] == ["gfx942", "sm90"]
     everywhere = answer("--model", "deepseek-v3", "--machine", "all")["machines"]
     assert [one["machine"]["arch"] for one in everywhere] == list(ARCHES)
-    built = {"cpu": "cpu", "sm90": "triton"}
-    assert [one["choice"] for one in everywhere] == [built.get(arch) for arch in ARCHES]
+    built = dict.fromkeys(ARCHES, "triton") | {"cpu": "cpu", "gfx1250": None}
+    assert [one["choice"] for one in everywhere] == [built[arch] for arch in ARCHES]
+
+
+def test_every_gpu_that_triton_compiles_for_is_named_with_its_launch_row() -> None:
+    for op in ("decode", "sparse_decode", "write_cache"):
+        for one in answer("--model", "deepseek-v3.2", "--op", op, "--machine", "all")["machines"]:
+            (triton,) = (verdict for verdict in one["verdicts"] if verdict["backend"] == "triton")
+            assert (one["launch"] is not None) == triton["accepted"]
+            if one["launch"]:
+                assert one["launch"]["num_warps"] >= 1
+
+
+def test_evidence_says_where_a_backend_ran_and_where_it_was_only_compiled() -> None:
+    found = answer(
+        "--model", "deepseek-v3", "--machine", "gfx942", "--machine", "sm90", "--machine", "gfx1250"
+    )
+    evidence = [verdict(one, "triton")["evidence"] for one in found["machines"]]
+    assert evidence == ["compiled", "verified", "declared"]
 
 
 GOLDEN = """\
@@ -114,11 +133,11 @@ on gfx942 (MI300X), assumed with the newest release of every package
  aiter     refuses   12 → 16 (1.33× work)   · not built yet
                                             quirk: sets min_num_kv_splits=2
                                             quirk: sets persistent=0
- triton    refuses   12                     · not built yet
+ triton    accepts   12
  cpu       refuses   12                     · arch got gfx942; needs cpu
                                             → would pass on cpu
 
-choice: none, every backend refuses
+choice: triton (compiled for gfx942, not run there; 64 rows × 16 keys, 8 warps, 2 stages)
 """
 
 
@@ -135,7 +154,7 @@ def test_a_person_gets_a_table_over_machines() -> None:
     rows = {line.split()[0]: line for line in lines if line.split() and line.split()[0] in ARCHES}
     assert list(rows) == list(ARCHES)
     assert rows["cpu"].split()[-2:] == ["accepts", "cpu"]
-    assert "not built, quirk" in rows["sm80"]
+    assert rows["sm80"].split()[-3:] == ["quirk", "arch", "none"]
     assert "fp8_e4m3fnuz" in rows["gfx942"]
 
 

@@ -63,6 +63,7 @@ def mha_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr,
+    REREAD: tl.constexpr,
     CONTEXT: tl.constexpr,
     AFTER_CONTEXT: tl.constexpr,
     CARRY: tl.constexpr,
@@ -145,13 +146,13 @@ def mha_kernel(
                 top, total, acc = _absorb(
                     q_p, q_r, k_base, rope, v_base, stride_rt, stride_rd, row_0, key, stop, rows,
                     sm_scale_log2e, top, total, acc, P, R, V, P_WIDTH, P_CHUNKS, R_PADDED, V_WIDTH, V_CHUNKS,
-                    BLOCK_N, False, False,
+                    BLOCK_N, REREAD, False, False,
                 )  # fmt: skip
             for key in tl.range(full, stop, BLOCK_N):
                 top, total, acc = _absorb(
                     q_p, q_r, k_base, rope, v_base, stride_rt, stride_rd, row_0, key, stop, rows,
                     sm_scale_log2e, top, total, acc, P, R, V, P_WIDTH, P_CHUNKS, R_PADDED, V_WIDTH, V_CHUNKS,
-                    BLOCK_N, True, CAUSAL and not CONTEXT,
+                    BLOCK_N, REREAD, True, CAUSAL and not CONTEXT,
                 )  # fmt: skip
 
             is_done = False if CONTEXT else stop == seen_by_any
@@ -227,7 +228,7 @@ def _absorb(
     q_p, q_r, keys, rope, values, stride_rt, stride_rd, row_0, key, stop, rows, score_scale, top, total, acc,
     P: tl.constexpr, R: tl.constexpr, V: tl.constexpr, P_WIDTH: tl.constexpr, P_CHUNKS: tl.constexpr,
     R_PADDED: tl.constexpr, V_WIDTH: tl.constexpr, V_CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+    REREAD: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Take keys `key` to `key + BLOCK_N` into the running softmax; all rows see all of them unless MASKED.
 
@@ -240,8 +241,10 @@ def _absorb(
     scores = tl.zeros((top.shape[0], BLOCK_N), tl.float32)
     for chunk in tl.static_range(P_CHUNKS):
         cols = chunk * P_WIDTH + tl.arange(0, P_WIDTH)
+        # A value that depends on the key keeps its operand from being laid out once, in registers, for all.
+        q = tl.where(key < stop, q_p[chunk], 0.0) if REREAD else q_p[chunk]
         k = _load_block(keys + row * P, steps * P, valid, cols, 1, P, P_WIDTH * P_CHUNKS, MASKED)
-        scores = tl.dot(q_p[chunk], tl.trans(k), scores, input_precision="ieee")
+        scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
     if R > 0:
         k = _load_block(
             rope + row * stride_rt,
@@ -253,7 +256,8 @@ def _absorb(
             R_PADDED,
             MASKED,
         )
-        scores = tl.dot(q_r, tl.trans(k), scores, input_precision="ieee")
+        q = tl.where(key < stop, q_r, 0.0) if REREAD else q_r
+        scores = tl.dot(q, tl.trans(k), scores, input_precision="ieee")
     if MASKED:
         seen = valid[None, :]
         if CAUSAL:

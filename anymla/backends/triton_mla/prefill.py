@@ -395,6 +395,7 @@ def _attend(
         BLOCK_M=launch.block_m,
         BLOCK_N=launch.block_n,
         ALIGN=ALIGN,
+        REREAD=launch.reread,
         CONTEXT=is_context,
         AFTER_CONTEXT=after_context,
         CARRY=state.kept_acc is not None,

@@ -6,15 +6,17 @@ those of MODELS.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib import import_module
 
 import torch
 
-from anymla.backends import triton_mla
 from anymla.contract import Batch, DecodeArgs, PrefillArgs, SparseArgs, WriteArgs
 from anymla.hardware.probe import Machine
 from anymla.kv_cache import KV_FORMATS, KVCache
 from anymla.problem import Feature, Problem
+from anymla.verification.audit.capture import BACKEND
 
+triton_mla = import_module(BACKEND)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NUM_SEQS, SEQ_LEN, TOPK = 8, 4096, 2048
 FAR_BYTES = (2 << 30) + (1 << 20)

@@ -11,10 +11,12 @@ from unittest import mock
 
 import torch
 
+from anymla.backends import BACKENDS
 from anymla.hardware.arches import ARCHES
 from anymla.hardware.launch import LAUNCH, Launch, launch_rows
 from anymla.hardware.probe import Machine, machine_named
 
+BACKEND = next(row.module for row in BACKENDS if row.name == "triton")
 KERNELS: Mapping[str, str] = {
     "attend_kernel": "attend",
     "attend_wgmma_kernel": "attend",
@@ -50,8 +52,11 @@ class Specialisation:
 
     @property
     def key(self) -> str:
-        """Equal for launches that compile to the same code."""
-        parts = (self.signature, self.constants, self.attributes, self.options)
+        """Equal for launches that compile to the same code, on any machine."""
+        options = {
+            name: value for name, value in self.options.items() if name not in ("extern_libs", "debug")
+        }
+        parts = (self.signature, self.constants, self.attributes, options)
         return repr((self.kernel, *(sorted(part.items(), key=repr) for part in parts)))
 
     @property
@@ -66,10 +71,14 @@ class Specialisation:
             return None
         constants = self.constants_by_name
         for row in launch_rows(self.kernel, arch):
-            sizes = {"BLOCK_M": row.block_m, "BLOCK_N": row.block_n, "SWAP": row.swap}
+            sizes = {"BLOCK_M": row.block_m, "BLOCK_N": row.block_n}
+            sizes |= {"SWAP": row.swap, "REREAD": row.reread}
             if self.kernel == "combine":
                 sizes = {"BLOCK_P": row.block_n}
-            same = all(constants.get(name, size) == size for name, size in sizes.items())
+            by_hand = self.function.fn.__name__ == "attend_wgmma_kernel"
+            same = by_hand == row.wgmma and all(
+                constants.get(name, size) == size for name, size in sizes.items()
+            )
             options = self.options["num_warps"], self.options["num_stages"]
             stages = (constants.get("NUM_STAGES", row.num_stages), options[1])
             if same and options[0] == row.num_warps and row.num_stages in stages:
@@ -118,8 +127,6 @@ def capturing(arch: str) -> Iterator[tuple[Machine, list[Specialisation]]]:
     import triton
     from triton.runtime.jit import JITFunction
 
-    from anymla.backends.triton_mla import cache_write
-
     found: list[Specialisation] = []
     machine = machine_named(arch)
 
@@ -142,6 +149,6 @@ def capturing(arch: str) -> Iterator[tuple[Machine, list[Specialisation]]]:
     with (
         mock.patch.object(triton.runtime.driver, "_active", _Chip(arch)),
         mock.patch.object(JITFunction, "_do_compile", note),
-        mock.patch.object(cache_write, "this_machine", lambda device: machine),
+        mock.patch(f"{BACKEND}.cache_write.this_machine", lambda device: machine),
     ):
         yield machine, found

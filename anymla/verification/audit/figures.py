@@ -63,7 +63,7 @@ def compiled(wanted: Specialisation, arch: str) -> Figures:
         registers=found.registers,
         spilled_bytes=found.spilled_bytes,
         scalars_moved=found.scalars_moved,
-        waves=_waves(arch, found.registers, shared, kernel.metadata.num_warps),
+        waves=waves(arch, found.registers, shared, kernel.metadata.num_warps),
         instructions=found.instructions,
         matrix=dict(found.matrix),
         dots=len(dots),
@@ -132,8 +132,8 @@ def _dots(ttgir: str) -> list[str]:
     return [layouts.get(name, name) for name in results] + ["mma" for _ in matrix]
 
 
-def _waves(arch: str, registers: int, shared_bytes: int, num_warps: int) -> float:
-    """Waves a SIMD: programs come and go as a whole."""
+def waves(arch: str, registers: int, shared_bytes: int, num_warps: int) -> float:
+    """Waves that a SIMD holds at once: programs come and go as a whole."""
     chip = ARCHES[arch]
     granule = chip.register_granule
     by_registers = min(chip.waves, chip.registers // max(-(-registers // granule) * granule, granule))
