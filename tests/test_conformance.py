@@ -14,7 +14,7 @@ from anymla.kv_cache import KV_FORMATS
 from anymla.models import MODELS
 from anymla.problem import OPS, Feature
 from anymla.verification import checks, eager, run
-from anymla.verification.batches import num_sequences, take
+from anymla.verification.batches import moved, num_sequences, take
 from anymla.verification.cases import AXES, cases, offered
 from anymla.verification.inputs import (
     SINKS,
@@ -137,13 +137,13 @@ class TestHostility:
 
     def test_a_call_moves_to_a_device_with_its_strides_and_gaps(self):
         call = decode_inputs(Widths(4), (9, 20), (1, 2), kv_format="fp8_e4m3fn", views=True)
-        there = checks.moved(call, torch.device("meta"))
+        there = moved(call, torch.device("meta"))
         pairs = [(call.cache.data, there.cache.data), *zip(call.tensors[:2], there.tensors[:2], strict=True)]
         pairs += [(call.options[name], there.options[name]) for name in ("block_table", "seq_lens", "sinks")]
-        for here, moved in pairs:
-            assert moved.device.type == "meta" and moved.dtype == here.dtype and moved.shape == here.shape
-            assert (moved.stride(), moved.storage_offset()) == (here.stride(), here.storage_offset())
-            assert moved.untyped_storage().nbytes() == here.untyped_storage().nbytes()
+        for here, other in pairs:
+            assert other.device.type == "meta" and other.dtype == here.dtype and other.shape == here.shape
+            assert (other.stride(), other.storage_offset()) == (here.stride(), here.storage_offset())
+            assert other.untyped_storage().nbytes() == here.untyped_storage().nbytes()
 
     def test_the_same_seed_draws_the_same(self):
         one, other = (sparse_inputs(Widths(4), 50, 20, seed=5) for _ in range(2))
@@ -209,7 +209,7 @@ class TestBatches:
             index_inputs(4, 128, (), None, 5),
             write_inputs(128, 32, 0),
         ):
-            here = checks.moved(call, device)
+            here = moved(call, device)
             got = checks.run_call(here, name)
             if call.op == "index_topk":
                 assert got.shape == (0, 5)

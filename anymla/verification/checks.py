@@ -12,7 +12,7 @@ from anymla.errors import NoBackend
 from anymla.hardware.probe import Machine
 from anymla.problem import Feature, Problem
 from anymla.verification import eager
-from anymla.verification.batches import moved, num_sequences, take
+from anymla.verification.batches import num_sequences, take
 from anymla.verification.cases import Case
 from anymla.verification.inputs import Inputs
 from anymla.verification.judge import Judgement, judge, judge_topk, judge_written, together, wrong
@@ -127,7 +127,9 @@ def run_planned(call: Inputs, plan: plans.Plan, **outputs: Any) -> AttentionOutp
 def right_answer(call: Inputs) -> tuple[AttentionOutput, tuple[AttentionOutput, ...]]:
     """The reference and the eager runs of an attention call."""
     exact = getattr(reference, call.op)(*call.tensors, **call.options)
-    return exact, getattr(eager, call.op)(*call.tensors, **call.options)
+    assert exact.lse is not None
+    loops = eager.loops_for(exact.lse)
+    return exact, getattr(eager, call.op)(*call.tensors, **call.options, loops=loops)
 
 
 def judge_ids(call: Inputs, ids: Tensor) -> Judgement:
@@ -162,12 +164,11 @@ def judged(call: Inputs, here: Inputs, run: Callable[[Inputs], Any]) -> Judgemen
 
 
 def _right(case: Case, backend: str, machine: Machine, device: torch.device) -> Judgement:
-    call = case.inputs()
-
     def run(here: Inputs) -> Any:
         return run_call(here, backend, return_lse=Feature.LSE in case.problem.features, views=case.views)
 
-    return judged(call, moved(call, device), run)
+    call = case.inputs(device)
+    return judged(call, call, run)
 
 
 def _written(call: Inputs, here: Inputs, before: Tensor, run: Callable[[Inputs], Any]) -> Judgement:
@@ -196,10 +197,10 @@ def _refusal(case: Case, backend: str, machine: Machine, device: torch.device) -
 
 
 def _batch(case: Case, backend: str, machine: Machine, device: torch.device) -> Judgement:
-    call = case.inputs()
+    call = case.inputs(device)
     order = list(range(num_sequences(call)))
     call, _ = take(call, [*order[1::2], *order[::2]])
-    got = run_call(moved(call, device), backend, return_lse=Feature.LSE in case.problem.features)
+    got = run_call(call, backend, return_lse=Feature.LSE in case.problem.features)
     if call.op == "index_topk":
         return judge_ids(call, got)
     exact, runs = right_answer(call)
@@ -207,7 +208,7 @@ def _batch(case: Case, backend: str, machine: Machine, device: torch.device) -> 
 
 
 def _alone(case: Case, backend: str, machine: Machine, device: torch.device) -> Judgement:
-    call = moved(case.inputs(), device)
+    call = case.inputs(device)
     whole = run_planned(call, planned(call, case.problem, backend), return_lse=True)
     order = list(range(num_sequences(call)))
     parts = ([*order[1::2], *order[::2]], *([s] for s in order))

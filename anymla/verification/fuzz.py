@@ -23,7 +23,7 @@ from anymla.verification.inputs import Inputs
 from anymla.verification.judge import Judgement, together, wrong
 from anymla.verification.memory import POISONS
 
-FAMILIES = 240
+FAMILIES = 180
 """Number n is of family n % FAMILIES."""
 
 ROW_CLASS = 16
