@@ -113,6 +113,8 @@ def _element(offsets: Array, size: int) -> int:
 
 
 def _gather(buffer: Array, offsets: Array, size: int) -> Array:
+    if not offsets.size:
+        return np.zeros((0, max(size // 4, 1)), U32)
     width = _element(offsets, size)
     view = buffer[: buffer.size // width * width].view(ELEMENTS[width])
     places = offsets // width
@@ -126,6 +128,8 @@ def _gather(buffer: Array, offsets: Array, size: int) -> Array:
 
 
 def _scatter(buffer: Array, offsets: Array, words: Array, size: int) -> None:
+    if not offsets.size:
+        return
     width = _element(offsets, size)
     view = buffer[: buffer.size // width * width].view(ELEMENTS[width])
     raw = np.ascontiguousarray(words).view(U8).reshape(len(offsets), -1)[:, :size]

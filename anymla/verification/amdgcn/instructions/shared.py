@@ -38,7 +38,7 @@ def _read(m: Machine, addresses: Array, size: int, writes: Sequence[int]) -> tup
     access = m.note_shared(places, size, m.owners(mask))
     found, unwritten = m.shared.load(places, size)
     if mask is None:
-        words = found.reshape(*addresses.shape, -1)
+        words = found.reshape(*addresses.shape, found.shape[1])
     else:
         words = np.zeros((*addresses.shape, found.shape[1]), U32)
         words[mask] = found
@@ -53,7 +53,7 @@ def _read(m: Machine, addresses: Array, size: int, writes: Sequence[int]) -> tup
 def _write(m: Machine, addresses: Array, words: Array, size: int, reads: Sequence[int]) -> Access:
     mask = m.executing
     places = m.shared.places(m.workgroup_of[m.waves], addresses, mask, size, _align(size))
-    flat = words.reshape(len(places), -1) if mask is None else words[mask]
+    flat = words.reshape(-1, words.shape[-1]) if mask is None else words[mask]
     access = m.note_shared(places, size, m.owners(mask), flat)
     unknown = m.defined.undefined(reads, m.at)
     undefined = None

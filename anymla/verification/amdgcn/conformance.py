@@ -1,0 +1,126 @@
+"""The conformance matrix of a chip that is not there: every case compiled for it and executed on the emulator.
+
+Each chip has processes of its own, because Triton keeps what it built for the first target of a process.
+"""
+
+import json
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from threading import Lock
+from typing import Any
+
+import torch
+
+from anymla.errors import AnyMLAError
+from anymla.hardware.arches import ARCHES
+from anymla.hardware.probe import Machine, this_machine
+from anymla.verification.amdgcn.driver import emulated
+from anymla.verification.cases import Case, cases
+from anymla.verification.checks import check_case
+from anymla.verification.judge import Judgement
+from anymla.verification.run import Outcome, Progress, Report
+
+BACKEND = "triton"
+"""The backend whose kernels are executed."""
+
+HOW = "executed on the emulator, not on hardware"
+"""What evidence says."""
+
+UNITS = 8
+"""Compute units of the emulated chip: enough to cut every batch, few enough to be quick."""
+
+LONGEST = 130
+"""Tokens of a sequence, at most: more than two blocks of keys of any launch row."""
+
+MOST_ROWS = 320
+"""Heads times query tokens of a sequence, at most."""
+
+QUICK = {"decode": 8, "sparse_decode": 5, "prefill": 5, "write_cache": 5}
+"""Cases of each operation of a quick run."""
+
+
+def small_cases(machine: Machine, *, quick: bool = False) -> tuple[Case, ...]:
+    """The cases that are executed, with lengths that an emulator can take.
+
+    Args:
+        machine: The chip.
+        quick: Only a few of each operation.
+    """
+    by_op: dict[str, list[Case]] = defaultdict(list)
+    for case in cases(BACKEND, machine, quick=True):
+        problem = case.problem
+        if case.check != "refusal" and problem.num_heads * problem.q_len <= MOST_ROWS:
+            lens = case.seq_lens and tuple(min(n, LONGEST) for n in case.seq_lens)
+            by_op[problem.op].append(replace(case, seq_lens=lens))
+    chosen = []
+    for op, found in by_op.items():
+        count = QUICK.get(op, 0) if quick else len(found)
+        chosen += [found[i * len(found) // count] for i in range(count)] if found else []
+    return tuple(chosen)
+
+
+def verify(
+    chip: str, *, quick: bool = False, processes: int = 1, progress: Progress | None = None
+) -> Report:
+    """Execute the matrix on the emulator, in processes of its own.
+
+    Args:
+        chip: A key of ARCHES.
+        quick: See `small_cases`.
+        processes: How many share the cases.
+        progress: Told after each case.
+
+    Returns:
+        The report; its extent says that it is the emulator's.
+
+    Raises:
+        AnyMLAError: a process broke; the message ends with what it said last.
+    """
+    began, lock, done = time.monotonic(), Lock(), [0]
+
+    def told(total: int, what: str) -> None:
+        with lock:
+            done[0] += 1
+            if progress:
+                progress(min(done[0], total), total, what)
+
+    def share(part: int) -> list[Outcome]:
+        command = [sys.executable, "-m", __spec__.parent, chip, str(int(quick)), str(part), str(processes)]
+        found = []
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None and child.stderr is not None
+            for line in child.stdout:
+                if line.startswith("{"):
+                    fact = json.loads(line)
+                    told(fact["total"], fact["name"])
+                    judged = Judgement(fact["share"], fact["where"], tuple(fact["reasons"]))
+                    found.append(Outcome(fact["name"], fact["op"], judged))
+            said = child.stderr.read()
+        if child.returncode:
+            last = "\n".join(said.strip().splitlines()[-8:])
+            raise AnyMLAError(f"the emulator of {chip} got exit code {child.returncode}: {last}")
+        return found
+
+    with ThreadPoolExecutor(processes) as pool:
+        outcomes = [outcome for part in pool.map(share, range(processes)) for outcome in part]
+    machine = Machine(chip, device_name=f"emulator of {ARCHES[chip].part}", multiprocessors=UNITS)
+    extent: dict[str, Any] = {"quick": quick, "how": HOW}
+    return Report(BACKEND, machine, extent, tuple(outcomes), (), time.monotonic() - began)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """One process: chip, whether quick, which part of how many; prints a line of JSON for each case."""
+    chip, quick, part, parts = arguments
+    torch.set_num_threads(1)
+    with emulated(chip, orders=("lockstep", "reverse"), units=UNITS):
+        machine, device = this_machine(torch.device("cpu")), torch.device("cpu")
+        found = small_cases(machine, quick=bool(int(quick)))
+        for case in found[int(part) :: int(parts)]:
+            judged = check_case(case, BACKEND, machine, device)
+            fact = {"name": case.id, "op": case.problem.op, "total": len(found), "share": judged.share}
+            print(json.dumps({**fact, "where": judged.where, "reasons": judged.reasons}), flush=True)
