@@ -16,7 +16,7 @@ from anymla.verification.workers import shared_out
 
 CPU, GPU = torch.device("cpu"), machine_named("sm90")
 SMALL = fuzz.Extent(keys=300, sequences=4, work=1e6)
-MANY = [fuzz.fuzzed("triton", GPU, 0, number) for number in range(3 * fuzz.FAMILIES)]
+MANY = [fuzz.fuzzed("triton", GPU, 0, number) for number in range(6 * fuzz.FAMILIES)]
 
 
 @pytest.mark.parametrize("number", range(1000, 1060))

@@ -46,7 +46,12 @@ def shared_out(
 
 
 def _done(work: Callable[[Item], Result], group: Sequence[Item]) -> list[Result]:
-    return [work(item) for item in group]
+    import torch
+
+    results = [work(item) for item in group]
+    # Other processes need the memory of the device as well.
+    torch.cuda.empty_cache()
+    return results
 
 
 def _one_thread() -> None:
