@@ -52,6 +52,13 @@ _CDNA_PREFILL = (
     Launch(block_m=64, block_n=32, num_warps=4, num_stages=2, widest=256),
     Launch(block_m=64, block_n=16, num_warps=8, num_stages=2, widest=640),
 )
+# A hundred KiB hold no second block of the widest keys and values.
+_NARROW_PREFILL = (
+    Launch(block_m=64, block_n=32, num_warps=4, num_stages=2, widest=192),
+    Launch(block_m=64, block_n=32, num_warps=8, num_stages=2, widest=256),
+    Launch(block_m=32, block_n=16, num_warps=8, num_stages=2, widest=512),
+    Launch(block_m=32, block_n=16, num_warps=8, num_stages=1, widest=640),
+)
 
 LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
     ("attend", "*"): (
@@ -73,8 +80,7 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
     ),
     ("attend", "sm90"): (
         Launch(block_m=16, block_n=64, num_warps=4, num_stages=3, chunk=256),
-        Launch(block_m=32, block_n=64, num_warps=8, num_stages=3),
-        Launch(block_m=64, block_n=64, num_warps=8, num_stages=2, chunk=512, wgmma=True),
+        Launch(block_m=64, block_n=64, num_warps=4, num_stages=2, chunk=512, wgmma=True),
         Launch(block_m=64, block_n=64, num_warps=8, num_stages=2, chunk=512),
     ),
     ("combine", "*"): (Launch(block_m=1, block_n=32, num_warps=4, num_stages=1),),
@@ -97,6 +103,9 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
         Launch(block_m=64, block_n=32, num_warps=8, num_stages=2, widest=256),
         Launch(block_m=32, block_n=16, num_warps=8, num_stages=2, widest=640),
     ),
+    ("prefill", "sm86"): _NARROW_PREFILL,
+    ("prefill", "sm89"): _NARROW_PREFILL,
+    ("prefill", "sm120"): _NARROW_PREFILL,
     ("prefill", "sm100"): (
         Launch(block_m=32, block_n=32, num_warps=4, num_stages=2, widest=192),
         Launch(block_m=128, block_n=64, num_warps=8, num_stages=2, widest=192),
@@ -116,8 +125,7 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
     ("gather", "*"): (Launch(block_m=16, block_n=1, num_warps=4, num_stages=1),),
     ("cache_write", "*"): (Launch(block_m=1, block_n=1, num_warps=2, num_stages=1),),
 }
-"""Rows of a kernel in ascending block_m, width by width; a second of one block_m is for shapes that do not
-fit the first."""
+"""Rows of a kernel in order of preference, width by width: the first that takes a shape and its rows."""
 
 
 def launch_rows(kernel: str, arch: str) -> tuple[Launch, ...]:
@@ -137,8 +145,9 @@ def attend_row(
     *,
     element_bytes: int = 2,
     refuses: Callable[[Launch], object] = lambda row: None,
+    prefers: Callable[[Launch], bool] = lambda row: True,
 ) -> Launch:
-    """The row that attention takes: the smallest tile that holds the rows, else the largest that fits.
+    """The row that attention takes: of those that fit on the chip the first whose tile holds the rows.
 
     Args:
         arch: The chip.
@@ -148,9 +157,10 @@ def attend_row(
         rope: qk_rope_head_dim.
         element_bytes: Of a query's element.
         refuses: True, or a reason, for rows that do not take the call for another cause.
+        prefers: Where some of the remaining rows are preferred, only these are looked at.
 
     Returns:
-        Of the rows of that tile the first that fits on the chip.
+        The row; where no tile is that large, the first of the largest.
     """
     room = ARCHES[arch].shared_bytes if arch in ARCHES else 0
     fits = [
@@ -160,9 +170,9 @@ def attend_row(
         and (not room or attend_shared_bytes(row, arch, latent, rope, element_bytes) <= room)
     ]
     assert fits, f"no launch row of attend takes {rows} rows of {latent} + {rope} on {arch}"
-    enough = [row.block_m for row in fits if row.block_m >= rows]
-    block_m = min(enough) if enough else max(row.block_m for row in fits)
-    return next(row for row in fits if row.block_m == block_m)
+    fits = [row for row in fits if prefers(row)] or fits
+    most = max(row.block_m for row in fits)
+    return next(row for row in fits if row.block_m >= min(rows, most))
 
 
 def attend_shared_bytes(row: Launch, arch: str, latent: int, rope: int, element_bytes: int = 2) -> int:
@@ -174,10 +184,12 @@ def attend_shared_bytes(row: Launch, arch: str, latent: int, rope: int, element_
     latent, rope = padded(latent, row.chunk), padded(rope)
     block, weights = row.block_n * (latent + rope), row.block_m * row.block_n
     if arch in ARCHES and ARCHES[arch].vendor == "amd":
-        passing = max(row.block_m, row.block_n) * min(row.chunk, latent)
+        # Sums, in fp32, pass only where they have to be transposed.
+        passing = max(row.block_m, row.block_n) * min(row.chunk, latent) * (2 if row.swap else 1)
         return element_bytes * max((row.num_stages - 1) * block + weights, passing)
     in_flight = row.num_stages if row.block_m >= 64 else max(row.num_stages - 1, 1)
-    return element_bytes * (row.block_m * (latent + rope) + in_flight * block + weights)
+    indices = 4 * row.block_n * in_flight
+    return element_bytes * (row.block_m * (latent + rope) + in_flight * block + weights) + indices
 
 
 def padded(width: int, chunk: int = 0) -> int:

@@ -24,8 +24,11 @@ from anymla.backends.triton_mla.keys import (
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
+OF_A_BATCH = ("num_tokens", "num_seqs", "num_keys", "stride_table", "stride_indices")
+"""Sizes that a batch changes: compiling anew where one is 1 or a multiple of 16 would cost seconds."""
 
-@triton.jit
+
+@triton.jit(do_not_specialize=OF_A_BATCH)
 def attend_kernel(
     ql_nope,
     q_pe,

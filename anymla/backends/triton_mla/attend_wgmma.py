@@ -1,31 +1,45 @@
-"""The attention kernel for tiles of 64 rows where a warpgroup multiplies straight from on-chip memory.
+"""The attention kernel for tiles of 64 rows where warpgroups multiply straight from on-chip memory.
 
-The same line, stretches and workspace as `attend`; what differs is that copies and products are placed by
-hand. Two buffers of keys: the copy of the next block starts once the last product of the block before has
-read its buffer, and runs while this block's scores, softmax and product do.
+The same line, stretches and workspace as `attend`. Two warpgroups take turns: each has every second block of
+keys for scores and softmax, so that one multiplies while the other exponentiates; of the sums each holds half
+of the latent's columns, and so it multiplies the other's weights too. A third (`wgmma_copies`) fills a part
+of a block's room again as soon as its last reader has let it go.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    async_copy,
     fence_async_shared,
+    mbarrier,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from anymla.backends.triton_mla import attend, keys
+from anymla.backends.triton_mla import attend
+from anymla.backends.triton_mla.wgmma_copies import (
+    BARRIERS,
+    FREE,
+    FULL,
+    QUERIES,
+    QUERIES_READ,
+    READY,
+    TOTALS,
+    copy_keys,
+    key_span,
+)
 
 sink_share = gluon.jit(attend.sink_share.fn)
 placed_item = gluon.jit(attend.placed_item.fn)
 
 LN_2 = gl.constexpr(0.6931471805599453)
-TILED_FN = gl.constexpr(keys.TILED_FN.value)
+
+# Registers of a thread; the first warpgroup has what is left of 504.
+COMPUTE_REGS = gl.constexpr(200)
+COPY_REGS = gl.constexpr(104)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=attend.OF_A_BATCH)
 def attend_wgmma_kernel(
     ql_nope,
     q_pe,
@@ -65,6 +79,8 @@ def attend_wgmma_kernel(
     stride_od,
     stride_lt,
     stride_lh,
+    latents,
+    ropes,
     L: gl.constexpr,
     R: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -80,33 +96,116 @@ def attend_wgmma_kernel(
     HAS_SCALE: gl.constexpr,
     HAS_SINKS: gl.constexpr,
     HAS_LSE: gl.constexpr,
-    CONVERT: gl.constexpr,
     OVERLAP: gl.constexpr,
-    num_warps: gl.constexpr,
+    BOXES: gl.constexpr,
+    CONVERT: gl.constexpr,
 ):
     """One stretch of the line a program; the grid is the number of stretches."""
-    gl.static_assert(num_warps == 8)
+    gl.static_assert(gl.num_warps() == 4)
     if OVERLAP:
         gdc_launch_dependents()
-    scores_at: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BLOCK_N // 2, 16])
-    acc_at: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, min(L // 2, 256), 16])
-    # Eight threads read 128 bytes of a row.
-    copies_at: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    # One warp starts copies of whole boxes; rows of their own take more.
+    COPY_WARPS: gl.constexpr = 4
+    HALF: gl.constexpr = L // 2
+    R_ROOM: gl.constexpr = max(R, 16)
+    dtype: gl.constexpr = ql_nope.dtype.element_ty
+    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], dtype)
+    narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, R_ROOM], dtype)
+    weights_at: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], dtype)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_l = gl.allocate_shared_memory(dtype, [2, BLOCK_M, HALF], wide)
+    q_r = gl.allocate_shared_memory(dtype, [1, BLOCK_M, R_ROOM], narrow)
+    k_l = gl.allocate_shared_memory(dtype, [4, BLOCK_N, HALF], wide)
+    k_r = gl.allocate_shared_memory(dtype, [2, BLOCK_N, R_ROOM], narrow)
+    # A block's RoPE part has been read when its weights are there, and is as large.
+    weights = k_r if R == BLOCK_N else gl.allocate_shared_memory(dtype, [2, BLOCK_M, BLOCK_N], weights_at)
+    tops = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], flat)
+    totals = gl.allocate_shared_memory(gl.float32, [4, BLOCK_M], flat)
+    bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(BARRIERS):
+        if i == QUERIES:
+            # Each copying thread arrives when its own copies have.
+            mbarrier.init(bars.index(i), count=32 * COPY_WARPS)
+        elif i == QUERIES_READ:
+            mbarrier.init(bars.index(i), count=2)
+        else:
+            mbarrier.init(bars.index(i), count=1)
+    fence_async_shared()
+
+    if not SPARSE:
+        # Rows that belong to no sequence.
+        every: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+        free = gl.load(qo_indptr + num_seqs)
+        for step in range(gl.program_id(0), num_tokens - free, gl.num_programs(0)):
+            row = (free + step).to(gl.int64)
+            for head in range(num_heads):
+                o_row = out + row * stride_ot + head * stride_oh
+                gl.store(
+                    o_row + gl.arange(0, L, every) * stride_od, gl.zeros([L], out.dtype.element_ty, every)
+                )
+                if HAS_LSE:
+                    gl.store(lse + row * stride_lt + head * stride_lh, float("-inf"))
+
+    gl.warp_specialize(
+        [
+            (
+                _attend,
+                (
+                    q_l, q_r, k_l, k_r, weights, tops, totals, bars,
+                    k_scale, seq_lens, qo_indptr, indices, counts, sinks, out, lse, part_out, part_lse,
+                    line, stretches, sm_scale_log2e, num_seqs, num_heads, num_keys,
+                    stride_indices, stride_indices_col, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
+                    0, L, R, BLOCK_M, BLOCK_N, INVARIANT, PIECES, PIECE_BLOCKS, CAUSAL, SPARSE,
+                    HAS_COUNTS, HAS_SCALE, HAS_SINKS, HAS_LSE,
+                ),
+            ),
+            (
+                _attend,
+                (
+                    q_l, q_r, k_l, k_r, weights, tops, totals, bars,
+                    k_scale, seq_lens, qo_indptr, indices, counts, sinks, out, lse, part_out, part_lse,
+                    line, stretches, sm_scale_log2e, num_seqs, num_heads, num_keys,
+                    stride_indices, stride_indices_col, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
+                    1, L, R, BLOCK_M, BLOCK_N, INVARIANT, PIECES, PIECE_BLOCKS, CAUSAL, SPARSE,
+                    HAS_COUNTS, HAS_SCALE, HAS_SINKS, HAS_LSE,
+                ),
+            ),
+            (
+                copy_keys,
+                (
+                    q_l, q_r, k_l, k_r, bars,
+                    ql_nope, q_pe, cache, latents, ropes, block_table, seq_lens, qo_indptr, indices, counts,
+                    line, stretches, num_seqs, num_heads, num_keys,
+                    stride_qt, stride_qh, stride_pt, stride_ph, stride_page, stride_token,
+                    stride_table, stride_table_col, stride_indices, stride_indices_col,
+                    L, R, BLOCK_M, BLOCK_N, BLOCK_SIZE, INVARIANT, PIECES, PIECE_BLOCKS, CAUSAL, SPARSE,
+                    HAS_COUNTS, FORMAT, BOXES, CONVERT,
+                ),
+            ),
+        ],
+        [4, COPY_WARPS],
+        [COMPUTE_REGS, COPY_REGS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _attend(
+    q_l, q_r, k_l, k_r, weights, tops, totals, bars,
+    k_scale, seq_lens, qo_indptr, indices, counts, sinks, out, lse, part_out, part_lse,
+    line, stretches, sm_scale_log2e, num_seqs, num_heads, num_keys,
+    stride_indices, stride_indices_col, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
+    SIDE: gl.constexpr, L: gl.constexpr, R: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    INVARIANT: gl.constexpr, PIECES: gl.constexpr, PIECE_BLOCKS: gl.constexpr,
+    CAUSAL: gl.constexpr, SPARSE: gl.constexpr,
+    HAS_COUNTS: gl.constexpr, HAS_SCALE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: blocks SIDE, SIDE + 2, ... of each item, and columns of half SIDE."""
+    HALF: gl.constexpr = L // 2
+    OTHER: gl.constexpr = 1 - SIDE
+    scores_at: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    acc_at: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     rows_at: gl.constexpr = gl.SliceLayout(1, scores_at)
     out_rows_at: gl.constexpr = gl.SliceLayout(1, acc_at)
-    q_rows_at: gl.constexpr = gl.SliceLayout(1, copies_at)
-    cols_at: gl.constexpr = gl.SliceLayout(0, copies_at)
-    keys_at: gl.constexpr = gl.SliceLayout(0, scores_at)
-    dtype: gl.constexpr = ql_nope.dtype.element_ty
-
-    wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, L], dtype)
-    narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, max(R, 16)], dtype)
-    flat: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], dtype)
-    q_l = gl.allocate_shared_memory(dtype, [BLOCK_M, L], wide)
-    k_l = gl.allocate_shared_memory(dtype, [2, BLOCK_N, L], wide)
-    q_r = gl.allocate_shared_memory(dtype, [BLOCK_M, max(R, 16)], narrow)
-    k_r = gl.allocate_shared_memory(dtype, [2, BLOCK_N, max(R, 16)], narrow)
-    p = gl.allocate_shared_memory(dtype, [BLOCK_M, BLOCK_N], flat)
 
     program = gl.program_id(0)
     first_item = gl.load(stretches + 3 * program)
@@ -115,182 +214,170 @@ def attend_wgmma_kernel(
     end = gl.load(stretches + 3 * program + 5)
     key_scale = gl.load(k_scale) if HAS_SCALE else 1.0
     score_scale = sm_scale_log2e * key_scale
-
+    used_0 = 0
+    used_1 = 0
+    done = 0
     for item in range(first_item, end_item):
         seq, first_row, q_start, q_len, seq_len, lo, hi, whole, slot = placed_item(
             item, first_item, start, end, program, line, seq_lens, qo_indptr, counts, num_seqs, num_keys,
             BLOCK_M, INVARIANT, PIECES, PIECE_BLOCKS, SPARSE, HAS_COUNTS,
         )  # fmt: skip
         if lo < hi:
-            q_rows = first_row + gl.arange(0, BLOCK_M, q_rows_at)
-            live = (q_rows // num_heads < q_len)[:, None]
-            row_tokens = (q_start + q_rows // num_heads).to(gl.int64)
-            cols = gl.arange(0, L, cols_at)[None, :]
-            places = (row_tokens * stride_qt + q_rows % num_heads * stride_qh)[:, None] + cols * stride_qd
-            q_l.store(gl.load(ql_nope + places, mask=live, other=0.0))
-            if R > 0:
-                cols = gl.arange(0, R, cols_at)[None, :]
-                places = (row_tokens * stride_pt + q_rows % num_heads * stride_ph)[:, None] + cols * stride_pd
-                q_r.store(gl.load(q_pe + places, mask=live, other=0.0))
-
+            start_key, end_key = key_span(
+                lo, hi, seq_len, q_len, first_row, num_heads, BLOCK_M, BLOCK_N, CAUSAL, SPARSE
+            )
+            blocks = gl.maximum((end_key - start_key + BLOCK_N - 1) // BLOCK_N, 0)
             tokens = (first_row + gl.arange(0, BLOCK_M, rows_at)) // num_heads
             if CAUSAL and not SPARSE:
-                visible = gl.maximum(seq_len - q_len + 1 + tokens, 0)
-                last_token = gl.minimum((first_row + BLOCK_M - 1) // num_heads, q_len - 1)
-                seen_by_any = gl.maximum(seq_len - q_len + 1 + last_token, 0)
+                visible = gl.minimum(gl.maximum(seq_len - q_len + 1 + tokens, 0), end_key)
             else:
-                visible = gl.full([BLOCK_M], 0, gl.int32, rows_at) + seq_len
-                seen_by_any = seq_len
-            start_key = lo * BLOCK_N
-            end_key = gl.minimum(hi * BLOCK_N, seen_by_any)
-            visible = gl.minimum(visible, end_key)
-            if SPARSE:
-                table = indices + seq.to(gl.int64) * stride_indices
-                table_stride = stride_indices_col
-            else:
-                table = block_table + seq.to(gl.int64) * stride_table
-                table_stride = stride_table_col
-
+                visible = gl.full([BLOCK_M], 0, gl.int32, rows_at) + end_key
+            table = indices + seq.to(gl.int64) * stride_indices if SPARSE else indices
             top = gl.full([BLOCK_M], float("-inf"), gl.float32, rows_at)
-            # Columns are summed once, at the end.
-            sums = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores_at)
-            acc = gl.zeros([BLOCK_M, L], gl.float32, acc_at)
-            page = _page(table, table_stride, start_key, end_key, BLOCK_N, BLOCK_SIZE, SPARSE, q_rows_at)
-            _copy(
-                k_l.index(0), k_r.index(0), cache, page, start_key, end_key, stride_page, stride_token,
-                L, R, BLOCK_N, BLOCK_SIZE, SPARSE, copies_at,
-            )  # fmt: skip
-            page = _page(
-                table, table_stride, start_key + BLOCK_N, end_key, BLOCK_N, BLOCK_SIZE, SPARSE, q_rows_at
-            )
-            if SPARSE:
-                seen_slot = gl.load(
-                    table + (start_key + gl.arange(0, BLOCK_N, keys_at)) * table_stride,
-                    mask=start_key + gl.arange(0, BLOCK_N, keys_at) < end_key,
-                    other=-1,
-                )
-            buffer = 0
-            for key in range(start_key, end_key, BLOCK_N):
-                async_copy.wait_group(0)
-                fence_async_shared()
-                gl.thread_barrier()
-                now_l = k_l.index(buffer)
-                scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores_at)
-                scores = warpgroup_mma(q_l, now_l.permute((1, 0)), scores, use_acc=False, is_async=True)
-                if R > 0:
-                    scores = warpgroup_mma(q_r, k_r.index(buffer).permute((1, 0)), scores, is_async=True)
-                _copy(
-                    k_l.index(1 - buffer), k_r.index(1 - buffer), cache, page, key + BLOCK_N, end_key,
-                    stride_page, stride_token, L, R, BLOCK_N, BLOCK_SIZE, SPARSE, copies_at,
+            total = gl.zeros([BLOCK_M], gl.float32, rows_at)
+            acc = gl.zeros([BLOCK_M, HALF], gl.float32, acc_at)
+            mbarrier.wait(bars.index(QUERIES), done & 1)
+            fence_async_shared()
+            if SIDE == 0 and blocks > 0:
+                top, total, acc = _turn(
+                    q_l, q_r, k_l, k_r, weights, tops, bars, table, stride_indices_col, 0, used_0, used_1,
+                    start_key, end_key, visible, score_scale, top, total, acc,
+                    SIDE, False, L, R, BLOCK_M, BLOCK_N, SPARSE, scores_at, acc_at,
                 )  # fmt: skip
-                page = _page(
-                    table, table_stride, key + 2 * BLOCK_N, end_key, BLOCK_N, BLOCK_SIZE, SPARSE, q_rows_at
+            for block in range(2 - SIDE, blocks, 2):
+                top, total, acc = _turn(
+                    q_l, q_r, k_l, k_r, weights, tops, bars, table, stride_indices_col, block, used_0, used_1,
+                    start_key, end_key, visible, score_scale, top, total, acc,
+                    SIDE, True, L, R, BLOCK_M, BLOCK_N, SPARSE, scores_at, acc_at,
+                )  # fmt: skip
+            if blocks > 0 and (blocks - 1) % 2 == OTHER:
+                # The last block was the other's.
+                used = (used_1 if SIDE == 0 else used_0) + (blocks - 1) // 2
+                top, total, acc = _help(
+                    k_l, weights, tops, bars, used, top, total, acc, SIDE, L, rows_at, out_rows_at
                 )
-                keys_now = key + gl.arange(0, BLOCK_N, keys_at)
-                if SPARSE:
-                    seen = (seen_slot >= 0)[None, :]
-                    seen_slot = gl.load(
-                        table + (keys_now + BLOCK_N) * table_stride, mask=keys_now + BLOCK_N < end_key, other=-1
-                    )
-                else:
-                    seen = keys_now[None, :] < visible[:, None]
-                scores = warpgroup_mma_wait(0, deps=[scores])
-                scores = gl.where(seen, scores * score_scale, float("-inf"))
-                new_top = gl.maximum(top, gl.max(scores, 1))
-                # A row that has seen nothing yet would subtract -inf from -inf.
-                floor = gl.where(new_top == float("-inf"), 0.0, new_top)
-                weights = gl.exp2(scores - floor[:, None])
-                decay = gl.exp2(top - floor)
-                sums = sums * decay[:, None] + weights
-                p.store(weights.to(dtype))
-                fence_async_shared()
-                gl.thread_barrier()
-                acc = acc * gl.convert_layout(decay, out_rows_at)[:, None]
-                acc = warpgroup_mma(p, now_l, acc, is_async=True)
                 acc = warpgroup_mma_wait(0, deps=[acc])
-                top = new_top
-                buffer = 1 - buffer
-            async_copy.wait_group(0)
+                mbarrier.arrive(bars.index(FREE + 2 - SIDE))
+            used_0 += (blocks + 1) // 2
+            used_1 += blocks // 2
+            mbarrier.arrive(bars.index(QUERIES_READ))
 
-            total = gl.convert_layout(gl.sum(sums, 1), out_rows_at)
+            totals.index(2 * (done & 1) + SIDE).store(total)
+            mbarrier.arrive(bars.index(TOTALS + SIDE))
+            mbarrier.wait(bars.index(TOTALS + OTHER), done & 1)
+            total = gl.convert_layout(total + totals.index(2 * (done & 1) + OTHER).load(rows_at), out_rows_at)
+            done += 1
             top_rows = gl.convert_layout(top, out_rows_at)
             empty = total == 0.0
             row_lse = gl.where(empty, float("-inf"), (top_rows + gl.log2(total)) * LN_2)
             share = gl.where(empty, 0.0, key_scale / gl.where(empty, 1.0, total))
             rows = first_row + gl.arange(0, BLOCK_M, out_rows_at)
-            o_cols = gl.arange(0, L, gl.SliceLayout(0, acc_at))
+            cols = SIDE * HALF + gl.arange(0, HALF, gl.SliceLayout(0, acc_at))
             if whole:
+                live = rows // num_heads < q_len
+                row_tokens = (q_start + rows // num_heads).to(gl.int64)
                 heads = rows % num_heads
-                live_rows = rows // num_heads < q_len
-                out_tokens = (q_start + rows // num_heads).to(gl.int64)
                 if HAS_SINKS:
-                    share = share * sink_share(row_lse, gl.load(sinks + heads, mask=live_rows, other=0.0))
+                    share = share * sink_share(row_lse, gl.load(sinks + heads, mask=live, other=0.0))
                 values = gl.where(empty[:, None], 0.0, acc * share[:, None])
-                o_rows = out + out_tokens * stride_ot + heads * stride_oh
+                o_rows = out + row_tokens * stride_ot + heads * stride_oh
                 gl.store(
-                    o_rows[:, None] + o_cols[None, :] * stride_od,
+                    o_rows[:, None] + cols[None, :] * stride_od,
                     values.to(out.dtype.element_ty),
-                    mask=live_rows[:, None],
+                    mask=live[:, None],
                 )
-                if HAS_LSE:
-                    gl.store(lse + out_tokens * stride_lt + heads * stride_lh, row_lse, mask=live_rows)
+                if HAS_LSE and SIDE == 0:
+                    gl.store(lse + row_tokens * stride_lt + heads * stride_lh, row_lse, mask=live)
             else:
                 values = gl.where(empty[:, None], 0.0, acc * share[:, None])
                 piece = slot.to(gl.int64) * BLOCK_M
                 in_tile = gl.arange(0, BLOCK_M, out_rows_at)
-                gl.store(part_out + piece * L + (in_tile[:, None] * L + o_cols[None, :]), values)
-                gl.store(part_lse + piece + in_tile, row_lse)
-            # The next item's queries and first keys overwrite what this one's products read.
-            gl.thread_barrier()
-
-    if not SPARSE:
-        # Rows that belong to no sequence.
-        free = gl.load(qo_indptr + num_seqs)
-        for step in range(program, num_tokens - free, gl.num_programs(0)):
-            row = (free + step).to(gl.int64)
-            for head in range(num_heads):
-                o_row = out + row * stride_ot + head * stride_oh
-                every = gl.arange(0, L, cols_at)
-                gl.store(o_row + every * stride_od, gl.zeros([L], out.dtype.element_ty, cols_at))
-                if HAS_LSE:
-                    gl.store(lse + row * stride_lt + head * stride_lh, float("-inf"))
+                gl.store(part_out + piece * L + (in_tile[:, None] * L + cols[None, :]), values)
+                if SIDE == 0:
+                    gl.store(part_lse + piece + in_tile, row_lse)
 
 
 @gluon.jit
-def _page(
-    table, stride, key, end_key,
-    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPARSE: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """The page of a block of keys, or of each key; a sparse block's slots."""
-    if BLOCK_SIZE % BLOCK_N == 0 and not SPARSE:
-        return gl.load(table + (key // BLOCK_SIZE) * stride, mask=key < end_key, other=0)
-    else:
-        keys_now = key + gl.arange(0, BLOCK_N, LAYOUT)
-        if SPARSE:
-            return gl.load(table + keys_now * stride, mask=keys_now < end_key, other=-1)
-        else:
-            return gl.load(table + keys_now // BLOCK_SIZE * stride, mask=keys_now < end_key, other=0)
+def _again(index):
+    """The same index, worked out anew each time: descriptors made from it are not kept in registers."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, $1;", "=r,r", [gl.to_tensor(index)], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
-def _copy(
-    to_l, to_r, cache, page, key, end_key, stride_page, stride_token,
-    L: gl.constexpr, R: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPARSE: gl.constexpr, LAYOUT: gl.constexpr,
+def _turn(
+    q_l, q_r, k_l, k_r, weights, tops, bars, table, stride_col, block, used_0, used_1,
+    start_key, end_key, visible, score_scale, top, total, acc,
+    SIDE: gl.constexpr, HELP: gl.constexpr, L: gl.constexpr, R: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, SPARSE: gl.constexpr,
+    scores_at: gl.constexpr, acc_at: gl.constexpr,
 ):  # fmt: skip
-    """Start the copy of a block of keys; keys that are not there become zeros and are not read."""
-    keys_now = key + gl.arange(0, BLOCK_N, gl.SliceLayout(1, LAYOUT))
+    """A block of one's own, after the other's weights of the block before."""
+    OTHER: gl.constexpr = 1 - SIDE
+    rows_at: gl.constexpr = gl.SliceLayout(1, scores_at)
+    out_rows_at: gl.constexpr = gl.SliceLayout(1, acc_at)
+    dtype: gl.constexpr = q_l.dtype
+    used = (used_0 if SIDE == 0 else used_1) + block // 2
+    own = _again(3 * SIDE)
+    if HELP:
+        helped = (used_1 if SIDE == 0 else used_0) + (block - 1) // 2
+        top, total, acc = _help(
+            k_l, weights, tops, bars, helped, top, total, acc, SIDE, L, rows_at, out_rows_at
+        )
+        acc = warpgroup_mma_wait(0, deps=[acc])
+        mbarrier.arrive(bars.index(FREE + 2 - SIDE))
+    scores = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores_at)
+    # First the half that its reader lets go first.
+    mbarrier.wait(bars.index(FULL + 3 * SIDE), used & 1)
+    fence_async_shared()
+    scores = warpgroup_mma(
+        q_l.index(_again(SIDE)), k_l.index(own).permute((1, 0)), scores, use_acc=False, is_async=True
+    )
+    keys_now = start_key + block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, scores_at))
     if SPARSE:
-        valid = page >= 0
-        slots = gl.where(valid, page, 0)
-        offsets = (slots // BLOCK_SIZE).to(gl.int64) * stride_page + (slots % BLOCK_SIZE) * stride_token
+        slots = gl.load(table + keys_now * stride_col, mask=keys_now < end_key, other=-1)
+        seen = (slots >= 0)[None, :]
     else:
-        valid = keys_now < end_key
-        offsets = page.to(gl.int64) * stride_page + (keys_now % BLOCK_SIZE) * stride_token
-    rows = cache + offsets
-    cols = gl.arange(0, L, gl.SliceLayout(0, LAYOUT))
-    async_copy.async_copy_global_to_shared(to_l, rows[:, None] + cols[None, :], mask=valid[:, None])
+        seen = keys_now[None, :] < visible[:, None]
+    mbarrier.wait(bars.index(FULL + 1 + SIDE), used & 1)
+    fence_async_shared()
+    scores = warpgroup_mma(
+        q_l.index(_again(OTHER)), k_l.index(_again(1 + SIDE)).permute((1, 0)), scores, is_async=True
+    )
     if R > 0:
-        cols = L + gl.arange(0, R, gl.SliceLayout(0, LAYOUT))
-        async_copy.async_copy_global_to_shared(to_r, rows[:, None] + cols[None, :], mask=valid[:, None])
-    async_copy.commit_group()
+        scores = warpgroup_mma(
+            q_r.index(_again(0)), k_r.index(_again(SIDE)).permute((1, 0)), scores, is_async=True
+        )
+    scores = warpgroup_mma_wait(0, deps=[scores])
+    scores = gl.where(seen, scores * score_scale, float("-inf"))
+    new_top = gl.maximum(top, gl.max(scores, 1))
+    # A row that has seen nothing yet would subtract -inf from -inf.
+    floor = gl.where(new_top == float("-inf"), 0.0, new_top)
+    now = gl.exp2(scores - floor[:, None])
+    decay = gl.exp2(top - floor)
+    tops.index(SIDE).store(new_top)
+    weights.index(SIDE).store(now.to(dtype))
+    fence_async_shared()
+    mbarrier.arrive(bars.index(READY + SIDE))
+    total = total * decay + gl.sum(now, 1)
+    acc = acc * gl.convert_layout(decay, out_rows_at)[:, None]
+    acc = warpgroup_mma(weights.index(_again(SIDE)), k_l.index(own), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    mbarrier.arrive(bars.index(FREE + 3 * SIDE))
+    return new_top, total, acc
+
+
+@gluon.jit
+def _help(
+    k_l, weights, tops, bars, used, top, total, acc,
+    SIDE: gl.constexpr, L: gl.constexpr, rows_at: gl.constexpr, out_rows_at: gl.constexpr,
+):  # fmt: skip
+    """Start one's half of the columns for a block that the other has the weights of."""
+    OTHER: gl.constexpr = 1 - SIDE
+    mbarrier.wait(bars.index(READY + OTHER), used & 1)
+    new_top = tops.index(OTHER).load(rows_at)
+    decay = gl.exp2(top - gl.where(new_top == float("-inf"), 0.0, new_top))
+    acc = acc * gl.convert_layout(decay, out_rows_at)[:, None]
+    acc = warpgroup_mma(weights.index(_again(OTHER)), k_l.index(_again(2 - SIDE)), acc, is_async=True)
+    return new_top, total * decay, acc

@@ -7,7 +7,7 @@ from triton.language.extra.cuda import gdc_wait
 from anymla.backends.triton_mla.attend import sink_share
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs"])
 def combine_kernel(
     part_out,
     part_lse,

@@ -8,14 +8,15 @@ import triton
 from torch import Tensor
 
 from anymla.backends.triton_mla.attend import attend_kernel
-from anymla.backends.triton_mla.attend_wgmma import attend_wgmma_kernel
 from anymla.backends.triton_mla.combine import combine_kernel
 from anymla.backends.triton_mla.elements import elements
 from anymla.backends.triton_mla.schedule import schedule_kernel
+from anymla.backends.triton_mla.warpgroups import aligned, key_boxes, refusal
 from anymla.contract import Batch, DecodeArgs, SparseArgs
 from anymla.hardware.arches import ARCHES
 from anymla.hardware.launch import Launch, launch_rows
 from anymla.hardware.probe import Machine
+from anymla.kv_formats import KV_FORMATS
 from anymla.problem import Feature, Problem
 
 LOG2_E = 1.4426950408889634
@@ -139,31 +140,20 @@ def _shape(problem: Problem, machine: Machine, num_seqs: int, max_seq_len: int) 
 
 
 def _launch_for(problem: Problem, machine: Machine, rows: int) -> Launch:
-    """The smallest tile that holds the rows, else the largest; of these the first that fits on the chip."""
+    """The first row of those that fit on the chip that holds the rows, else the first of the largest."""
     chip = ARCHES.get(machine.arch)
     room = chip.shared_bytes if chip is not None else 0
     fits = [
         row
         for row in launch_rows("attend", machine.arch)
-        if (not room or shared_bytes(row, problem) <= room)
-        and not (row.wgmma and wgmma_refusal(problem))
+        if (not room or shared_bytes(row, problem) <= room) and not (row.wgmma and refusal(problem))
     ]
     assert fits, f"no launch row of attend fits {problem} on {machine.arch}"
-    enough = [row.block_m for row in fits if row.block_m >= rows]
-    block_m = min(enough) if enough else max(row.block_m for row in fits)
-    return next(row for row in fits if row.block_m == block_m)
-
-
-def wgmma_refusal(problem: Problem) -> str | None:
-    """Why the kernel whose copies are placed by hand does not take this problem."""
-    latent, rope = problem.kv_lora_rank, problem.qk_rope_head_dim
-    if latent not in (128, 256, 512):
-        return f"kv_lora_rank got {latent}; needs 128, 256 or 512"
-    if rope not in (0, 16, 32, 64, 128):
-        return f"qk_rope_head_dim got {rope}; needs 0, 16, 32, 64 or 128"
-    if problem.kv_format != problem.q_dtype:
-        return f"kv_format got {problem.kv_format}; needs that of the queries, {problem.q_dtype}"
-    return None
+    # What a warpgroup of its own converts or gathers costs the others nothing, however few the rows.
+    if problem.op == "sparse_decode" or KV_FORMATS[problem.kv_format].dtype.itemsize == 1:
+        fits = [row for row in fits if row.wgmma] or fits
+    most = max(row.block_m for row in fits)
+    return next(row for row in fits if row.block_m >= min(rows, most))
 
 
 def shared_bytes(launch: Launch, problem: Problem) -> int:
@@ -172,7 +162,9 @@ def shared_bytes(launch: Launch, problem: Problem) -> int:
     element = 4 if problem.q_dtype == "fp32" else 2
     queries = launch.block_m * width * element
     block = launch.block_n * width * element
-    return queries + max(launch.num_stages, 1) * block + launch.block_m * launch.block_n * element
+    # What a warpgroup multiplies stays where it is until the product is done, one block longer.
+    blocks = max(launch.num_stages - 1, 1) + (launch.block_m >= 64)
+    return queries + blocks * block + launch.block_m * launch.block_n * element
 
 
 def _plan(
@@ -252,9 +244,6 @@ def _attend(
     }
     out_strides = (*args.out.stride(), *(args.lse.stride() if args.lse is not None else (0, 0)))
     indptr = None if batch is None else batch.qo_indptr
-    strides = (data.stride(0), data.stride(1))
-    # Copies of 16 bytes are only known to be possible where these are multiples.
-    by_hand = launch.wgmma and all(n % 16 == 0 for n in (*strides, data.data_ptr()))
     constants = common | {
         "R": problem.qk_rope_head_dim,
         "BLOCK_N": launch.block_n,
@@ -264,20 +253,33 @@ def _attend(
         "HAS_COUNTS": counts is not None,
         "HAS_SCALE": args.cache.scale is not None,
     }
-    if by_hand:
-        kernel, own = attend_wgmma_kernel, {}
+    if launch.wgmma and aligned(args.ql_nope, args.q_pe, data):
+        from anymla.backends.triton_mla.attend_wgmma import attend_wgmma_kernel as kernel
+
+        boxes = None if sparse else key_boxes(data, args.ql_nope.dtype, problem, launch.block_n)
+        latents, ropes = boxes or (None, None)
+        own = {
+            "latents": latents,
+            "ropes": ropes,
+            "BOXES": boxes is not None,
+            "CONVERT": data.dtype != args.ql_nope.dtype,
+            "num_warps": launch.num_warps,
+        }
     else:
-        kernel, own = (
-            attend_kernel,
-            {
-                "L_PADDED": state.part_out.shape[-1],
-                "CHUNKS": state.chunks,
-                "R_PADDED": _padded(problem.qk_rope_head_dim),
-                "AHEAD": data.dtype.itemsize == 1,
-                "SWAP": launch.swap,
-                "num_stages": launch.num_stages,
-            },
-        )
+        kernel = attend_kernel
+        if launch.wgmma:
+            tile = (launch.block_m, launch.block_n, False)
+            rows = launch_rows("attend", state.arch)
+            launch = next(row for row in rows if (row.block_m, row.block_n, row.wgmma) == tile)
+        own = {
+            "L_PADDED": state.part_out.shape[-1],
+            "CHUNKS": state.chunks,
+            "R_PADDED": _padded(problem.qk_rope_head_dim),
+            "AHEAD": data.dtype.itemsize == 1,
+            "SWAP": launch.swap,
+            "num_warps": launch.num_warps,
+            "num_stages": launch.num_stages,
+        }
     kernel[(state.num_stretches,)](
         args.ql_nope,
         args.q_pe,
@@ -302,13 +304,13 @@ def _attend(
         0 if indices is None else indices.shape[1],
         *args.ql_nope.stride(),
         *args.q_pe.stride(),
-        *strides,
+        data.stride(0),
+        data.stride(1),
         *((0, 0) if table is None else table.stride()),
         *((0, 0) if indices is None else indices.stride()),
         *out_strides,
         **constants,
         **own,
-        num_warps=launch.num_warps,
     )
     if not _invariant(problem):
         cuts = state.num_stretches - 1

@@ -6,7 +6,7 @@ import triton.language as tl
 _NEVER = tl.constexpr(2147483647)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_items", "num_seqs", "num_keys"])
 def schedule_kernel(
     seq_lens,
     qo_indptr,

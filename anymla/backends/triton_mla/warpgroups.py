@@ -1,0 +1,66 @@
+"""When tiles of 64 rows go to `attend_wgmma`, and the boxes in which it copies keys."""
+
+from functools import cache
+from importlib import import_module
+
+import torch
+from torch import Tensor
+
+from anymla.problem import Problem
+
+CONVERTED = ("fp8_e4m3fn", "fp8_ds_mla")
+"""KV formats that the copying warpgroup converts."""
+
+
+def refusal(problem: Problem) -> str | None:
+    """Why that kernel does not take a problem."""
+    latent, rope = problem.kv_lora_rank, problem.qk_rope_head_dim
+    if latent not in (256, 512):
+        return f"kv_lora_rank got {latent}; needs 256 or 512"
+    if rope not in (0, 16, 32, 64, 128):
+        return f"qk_rope_head_dim got {rope}; needs 0, 16, 32, 64 or 128"
+    if problem.kv_format not in (problem.q_dtype, *CONVERTED):
+        return f"kv_format got {problem.kv_format}; needs one of {(problem.q_dtype, *CONVERTED)}"
+    return _missing()
+
+
+@cache
+def _missing() -> str | None:
+    """What the installed Triton lacks: Gluon is still experimental, and may move."""
+    try:
+        import_module("anymla.backends.triton_mla.attend_wgmma")
+    except (ImportError, AttributeError) as error:
+        return f"triton's Gluon got {error}; needs that of 3.6"
+    return None
+
+
+def aligned(*tensors: Tensor) -> bool:
+    """Whether rows are known to lie so that they can be copied 16 bytes at a time; those of views may not."""
+    return all(
+        (t.stride(-1) == 1 or t.shape[-1] <= 1) and all(n % 16 == 0 for n in (*t.stride()[:-1], t.data_ptr()))
+        for t in tensors
+    )
+
+
+def key_boxes(
+    data: Tensor, dtype: torch.dtype, problem: Problem, block_n: int
+) -> tuple[object, object] | None:
+    """Descriptors of a cache for copies of half a latent, and of a RoPE part, for `block_n` keys of one page.
+
+    None where a block of keys is not one box, or is not copied as it is.
+    """
+    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    pages, block_size, width = data.shape
+    if data.dtype != dtype or block_size % block_n or data.stride(0) != block_size * data.stride(1):
+        return None
+    flat = data.as_strided((pages * block_size, width), (data.stride(1), 1))
+    element = bfloat16 if dtype == torch.bfloat16 else float16
+    latents, ropes = (
+        TensorDescriptor.from_tensor(
+            flat, [block_n, cols], NVMMASharedLayout.get_default_for([block_n, cols], element)
+        )
+        for cols in (problem.kv_lora_rank // 2, max(problem.qk_rope_head_dim, 16))
+    )
+    return latents, ropes
