@@ -104,7 +104,6 @@ def attend_wgmma_kernel(
     gl.static_assert(gl.num_warps() == 4)
     if OVERLAP:
         gdc_launch_dependents()
-    # One warp starts copies of whole boxes; rows of their own take more.
     COPY_WARPS: gl.constexpr = 4
     HALF: gl.constexpr = L // 2
     R_ROOM: gl.constexpr = max(R, 16)
