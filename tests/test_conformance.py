@@ -178,6 +178,27 @@ class TestEager:
             judge(one, right, *runs[:i], *runs[i + 1 :]).require_pass()
             assert (one.out - right.out).abs().max() < 1e-4
 
+    def test_on_a_device_sequences_of_like_length_are_attended_to_at_once(self, monkeypatch):
+        lens, q_lens = (300, 0, 9, 70, 1000, 290, 65), (2, 1, 0, 4, 1, 3, 2)
+        call = decode_inputs(Widths(4, 128, 32), lens, q_lens)
+        alone = eager.decode(*call.tensors, **call.options)
+        groups_on = eager._groups
+        found = groups_on(
+            eager._spans(call.options["seq_lens"], call.options["qo_indptr"]), torch.device("cuda")
+        )
+        assert [[span.length for span in group] for group in found] == [[0], [65, 70], [290, 300], [1000]]
+        monkeypatch.setattr(eager, "_groups", lambda spans, _: groups_on(spans, torch.device("cuda")))
+        together = eager.decode(*call.tensors, **call.options)
+        right = reference.decode(*call.tensors, **call.options)
+        for one, other in zip(alone, together, strict=True):
+            judge(one, right, *together).require_pass()
+            assert torch.equal(one.lse == -torch.inf, other.lse == -torch.inf)
+
+    def test_few_values_are_held_against_more_runs(self):
+        for rows, runs in ((1, 41), (20, 11), (40, 6), (1000, 6)):
+            call = decode_inputs(Widths(1, 16, 0), (3,) * rows)
+            assert len(checks.right_answer(call)[1]) == runs
+
 
 class TestBatches:
     """A batch is its sequences, in whatever order, however many."""
