@@ -1,0 +1,81 @@
+"""The kernels that we ship, as machine code of each chip on a CPU: right, and no instruction is there in vain.
+
+Triton keeps tables of the first target of a process, so every chip has a process of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from anymla.hardware.arches import ARCHES
+from anymla.verification.amdgcn.driver import CHIPS, emulated
+
+pytest.importorskip("triton", reason="Triton is not installed; pip install 'anymla[triton]'")
+
+CALLS = Path(__file__).parent / "emulator_calls.py"
+EVERY = {"gfx90a": 5, "gfx942": 3, "gfx950": 5}
+"""Which part of the waits and masks is tried here; all of them with `emulator_calls.py CHIP mutants`."""
+
+
+@lru_cache
+def checked(chip: str, *what: str) -> list[dict]:
+    """What a process found."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, str(CALLS), chip, *what]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-5000:]
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_the_whole_api_is_right_in_any_order_of_the_waves(chip):
+    found = checked(chip, "api")
+    assert [(fact["name"], fact["reasons"]) for fact in found if fact["reasons"]] == []
+    kernels = {kernel for fact in found for kernel in fact["kernels"]}
+    assert kernels >= {"attend_kernel", "combine_kernel", "schedule_kernel", "mha_kernel", "gather_kernel", "store_kernel"}
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_products_of_every_type_and_size_are_exact(chip):
+    found = checked(chip, "dots")
+    assert [fact["name"] for fact in found if not fact["right"]] == []
+    assert all(fact["instructions"] for fact in found)
+    used = {name for fact in found for name in fact["instructions"]}
+    types = ["bf16", "f16", "f32", *(["fp8_fp8", "bf8_bf8"] if chip == "gfx942" else [])]
+    for kind in types:
+        assert any(name.split("x")[-1].lstrip("0123456789_").startswith(kind) for name in used), (kind, used)
+    assert any("_16x16x" in name for name in used) and any("_32x32x" in name for name in used)
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_barrier_that_is_missing_is_found(chip):
+    found = checked(chip, "mutants", "barrier", "1" if chip == "gfx942" else "2")
+    assert len(found) >= 4
+    assert [fact["text"] for fact in found if not fact["found"]] == []
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_wait_mask_and_execution_mask_that_is_missing_is_found(chip):
+    found = checked(chip, "mutants", "exec,wait,mask", str(EVERY[chip]))
+    assert {fact["kind"] for fact in found} == {"exec", "wait", "mask"}
+    assert [fact for fact in found if not fact["found"] and not fact["redundant"]] == []
+
+
+@pytest.mark.parametrize(
+    ("chip", "reason"),
+    [("sm90", "needs one of gfx90a"), ("gfx7", "needs one of gfx90a")],
+)
+def test_a_chip_that_is_not_amds_is_refused(chip, reason):
+    with pytest.raises(ValueError, match=reason), emulated(chip):
+        raise AssertionError("entered")
+
+
+def test_every_chip_is_one_that_we_know():
+    assert set(CHIPS) <= set(ARCHES)
+
