@@ -155,7 +155,7 @@ def launch_row(answer: Answer) -> Launch | None:
         problem.num_heads * tokens,
         problem.kv_lora_rank,
         problem.qk_rope_head_dim,
-        refuses=lambda row: row.wgmma and problem.kv_format != problem.q_dtype,
+        prefers=lambda row: row.wgmma or not problem.kv_format.startswith("fp8"),
     )
 
 

@@ -170,8 +170,17 @@ def calls(machine: Machine) -> Iterator[Call]:
             yield Call(replace(usual, kv_lora_rank=rank, qk_rope_head_dim=rope, num_heads=heads))
 
     prefill = replace(usual, op="prefill", qk_nope_head_dim=128, v_head_dim=128)
-    for nope, rope, value in ((128, 64, 128), (192, 64, 256), (64, 32, 64), (256, 0, 256), (512, 0, 512)):
-        for q_len in (64, 1024):
+    # Those of the models, and the widest that is offered.
+    widest = (512, 64, 512)
+    for nope, rope, value in (
+        (128, 64, 128),
+        (192, 64, 256),
+        (64, 32, 64),
+        (256, 0, 256),
+        (512, 0, 512),
+        widest,
+    ):
+        for q_len in (32, 1024):
             widths = replace(prefill, qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=value)
             yield Call(replace(widths, q_len=q_len), context=192)
     yield Call(replace(prefill, q_len=1024))

@@ -69,21 +69,28 @@ class Specialisation:
         """The launch row that it was made with; None for a kernel without rows."""
         if not any(kernel == self.kernel for kernel, _ in LAUNCH):
             return None
-        constants = self.constants_by_name
-        for row in launch_rows(self.kernel, arch):
-            sizes = {"BLOCK_M": row.block_m, "BLOCK_N": row.block_n}
-            sizes |= {"SWAP": row.swap, "REREAD": row.reread}
-            if self.kernel == "combine":
-                sizes = {"BLOCK_P": row.block_n}
-            by_hand = self.function.fn.__name__ == "attend_wgmma_kernel"
-            same = by_hand == row.wgmma and all(
-                constants.get(name, size) == size for name, size in sizes.items()
-            )
-            options = self.options["num_warps"], self.options["num_stages"]
-            stages = (constants.get("NUM_STAGES", row.num_stages), options[1])
-            if same and options[0] == row.num_warps and row.num_stages in stages:
-                return row
-        raise LookupError(f"no launch row of {self.kernel} on {arch} has {options} and {constants}")
+        alike = [row for row in launch_rows(self.kernel, arch) if self._is_made_with(row)]
+        if not alike:
+            raise LookupError(f"no launch row of {self.kernel} on {arch} has {self.constants_by_name}")
+        return min(alike, key=lambda row: row.widest)
+
+    def _is_made_with(self, row: Launch) -> bool:
+        constants, warps = self.constants_by_name, self.options["num_warps"]
+        by_hand = self.function.fn.__name__ == "attend_wgmma_kernel"
+        stages = constants.get("NUM_STAGES", self.options["num_stages"])
+        facts = {"BLOCK_M": row.block_m, "BLOCK_N": row.block_n, "SWAP": row.swap, "REREAD": row.reread}
+        if self.kernel == "combine":
+            facts = {"BLOCK_P": row.block_n}
+        widest = 0
+        if self.kernel == "prefill":
+            key = constants["P_WIDTH"] * constants["P_CHUNKS"] + (constants["R"] and constants["R_PADDED"])
+            widest = max(key, constants["V_WIDTH"] * constants["V_CHUNKS"])
+        return (
+            by_hand == row.wgmma
+            and (by_hand or (stages == row.num_stages and warps == row.num_warps))
+            and widest <= (row.widest or widest)
+            and all(constants.get(name, value) == value for name, value in facts.items())
+        )
 
 
 class _Chip:

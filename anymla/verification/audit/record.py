@@ -24,8 +24,9 @@ cache formats, pages of 64, 16 and 1 token, caches below and above 2 GiB, dense 
 models. Compiled, not run: no number here is a measurement. Of the forms of a row the table has the most
 registers, bytes and instructions, and the fewest waves.
 
-Made by `{command}` with Triton {triton}, which needs no GPU; `--few` compiles one form for each kernel, row
-and way to read a cache. `tests/verification/test_audit.py` holds the table.
+Made with Triton {triton}, which needs no GPU, by `{command}`. With `--few` it
+compiles one form for each kernel, row and way to read a cache. `tests/verification/test_audit.py` holds the
+table.
 
 - *on-chip*: bytes of LDS or shared memory of a program, of what a program may have there;
 - *registers*: 32-bit vector registers of a lane, with accumulation registers;
@@ -67,7 +68,7 @@ def table(findings: Iterable[Finding], digests: dict[str, str], triton: str) -> 
         ]
         lines += [_ROW.format(*_HEADINGS), _ROW.format(*("---" for _ in _HEADINGS))]
         rows: dict[tuple[str, str], list[Finding]] = {}
-        for finding in of_chip:
+        for finding in sorted(of_chip, key=lambda finding: finding.kernel):
             rows.setdefault((finding.kernel, finding.row), []).append(finding)
         lines += [_row_of(kernel, row, found) for (kernel, row), found in rows.items()]
         lines += ["", *_notes(arch, rows)]

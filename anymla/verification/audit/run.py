@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from anymla.hardware.arches import ARCHES
-from anymla.hardware.launch import LAUNCH, Launch, launch_rows
+from anymla.hardware.launch import LAUNCH, Launch, attend_shared_bytes, launch_rows
 from anymla.verification.audit.calls import calls
 from anymla.verification.audit.capture import Specialisation, capturing
 from anymla.verification.audit.figures import Figures, compiled
@@ -64,6 +64,7 @@ class Finding:
         row: The launch row, in short.
         form: The call that asks for it.
         figures: What came out, None where nothing did.
+        planned_bytes: On-chip bytes that the planner counts on, 0 where it does not ask.
         error: Why nothing did.
     """
 
@@ -72,6 +73,7 @@ class Finding:
     row: str
     form: str
     figures: Figures | None
+    planned_bytes: int = 0
     error: str = ""
 
     def faults(self) -> list[str]:
@@ -81,6 +83,8 @@ class Finding:
             return [self.error]
         room = ARCHES[self.arch].shared_bytes
         found = [f"{f.shared_bytes} on-chip bytes of {room}"] if f.shared_bytes > room else []
+        too_many = 0 < self.planned_bytes < f.shared_bytes
+        found += [f"{f.shared_bytes} on-chip bytes; planned for {self.planned_bytes}"] if too_many else []
         known = KNOWN_SPILLS.get((self.arch, self.kernel, self.row))
         spilled = f.spilled_bytes > (known.most_bytes if known else 0)
         found += [f"{f.spilled_bytes} bytes spilled"] if spilled else []
@@ -215,7 +219,7 @@ def _in_a_process(arch: str, indices: list[int], everything: bool) -> Iterator[t
         answers.put("")
 
     threading.Thread(target=listen, daemon=True).start()
-    names: dict[str, Any] = {"kernel": "?", "row": "?", "form": "?"}
+    names: dict[str, Any] = {"kernel": "?", "row": "?", "form": "?", "planned_bytes": 0}
     for index in indices:
         started = time.monotonic()
         error, answer = "", {}
@@ -245,7 +249,12 @@ def compile_listed(arch: str, indices: list[int], *, everything: bool) -> None:
     for index in indices:
         launch, form = listed[index]
         row = launch.row(arch)
-        names = {"kernel": launch.kernel, "row": in_short(row) if row else "", "form": form}
+        names = {
+            "kernel": launch.kernel,
+            "row": in_short(row) if row else "",
+            "form": form,
+            "planned_bytes": _planned_bytes(launch, row, arch),
+        }
         print(json.dumps(names), flush=True)
         try:
             answer: Mapping[str, Any] = {"figures": asdict(compiled(launch, arch))}
@@ -253,6 +262,13 @@ def compile_listed(arch: str, indices: list[int], *, everything: bool) -> None:
             first = (str(error).strip().splitlines() or [""])[0]
             answer = {"figures": None, "error": f"{type(error).__name__}: {first}"[:200]}
         print(json.dumps(answer), flush=True)
+
+
+def _planned_bytes(launch: Specialisation, row: Launch | None, arch: str) -> int:
+    if launch.kernel != "attend" or row is None:
+        return 0
+    constants = launch.constants_by_name
+    return attend_shared_bytes(row, arch, constants["L"], constants["R"])
 
 
 def in_short(row: Launch) -> str:
@@ -273,5 +289,6 @@ def from_fields(fields: Mapping[str, Any]) -> Finding:
         fields["row"],
         fields["form"],
         Figures(**figures) if figures else None,
+        fields["planned_bytes"],
         fields.get("error", ""),
     )
