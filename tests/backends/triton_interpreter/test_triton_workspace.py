@@ -1,6 +1,7 @@
 """The workspace of a decode: its bound is said beforehand, is a sum and no product, and is never exceeded."""
 
 from dataclasses import replace
+from itertools import product
 from random import Random
 
 import kernel_calls
@@ -43,6 +44,20 @@ def test_pieces_do_not_grow_with_the_batch(arch):
     small, large = (triton_mla.workspace_bytes(problem(), units, n, 8192) for n in (16, 4096))
     # What grows is the line, a number a tile.
     assert large - small < 4 * 4096 * 32
+
+
+@pytest.mark.parametrize("arch", GPUS)
+def test_every_width_that_is_offered_has_a_launch_row_that_fits(arch):
+    units = Machine(arch, (), True, "", 256)
+    ranks, ropes = (1, 40, 64, 100, 128, 256, 320, 384, 448, 500, 512), (0, 6, 64, 96, 128)
+    for rank, rope, heads in product(ranks, ropes, (1, 32, 128)):
+        for kv_format in ("bf16", "fp8_e4m3fn"):
+            facts = {"kv_lora_rank": rank, "qk_rope_head_dim": rope, "kv_format": kv_format}
+            for asked in (
+                problem(heads, 1, **facts),
+                problem(heads, 1, op="sparse_decode", topk=64, **facts),
+            ):
+                assert triton_mla.workspace_bytes(asked, units, 4, 4096) > 0
 
 
 def steps():
