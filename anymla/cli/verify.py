@@ -19,6 +19,9 @@ EVIDENCE = Path("evidence")
 
 def verify(
     backend: Annotated[str, typer.Option(help="Name of a backend.")] = "cpu",
+    machine: Annotated[
+        str, typer.Option(help="A chip of AMD to compile for; its code is executed on the emulator.")
+    ] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Only a part, in a fraction of the time.")] = False,
     fuzz: Annotated[int, typer.Option(min=0, help="Run so many random calls, not the cases.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the random calls.")] = 0,
@@ -35,12 +38,18 @@ def verify(
 
     The cases come from what the backend's rows offer: each is run on hostile inputs and judged by one budget;
     what is not offered must be refused. Random calls (--fuzz) come from the rows too; one that fails prints
-    the command that makes it again. Exit code 1 if anything fails or a fault is missed.
+    the command that makes it again. With --machine, the kernels of the backend "triton" are compiled for that
+    chip and executed by an emulator of its instructions, on any machine, at small sizes. Exit code 1 if
+    anything fails or a fault is missed.
     """
     from anymla.verification import run
 
     def verified(progress: "run.Progress | None" = None) -> "Report":
         shared: dict[str, Any] = {"processes": processes, "progress": progress}
+        if machine:
+            from anymla.verification.amdgcn import conformance
+
+            return conformance.verify(machine, quick=quick, **shared)
         if fuzz or fuzz_case is not None:
             numbers = range(fuzz) if fuzz_case is None else [fuzz_case]
             return run.verify_random(backend, numbers, seed=seed, **shared)

@@ -1,5 +1,8 @@
-"""A driver for Triton whose device is the emulator: inside `emulated(chip)` the ordinary Python API runs on CPU
-tensors as on that chip, with Triton's own specialisation and the chip's on-chip limit."""
+"""A driver for Triton whose device is the emulator.
+
+Inside `emulated(chip)` the ordinary Python API runs on CPU tensors as on that chip, with Triton's own
+specialisation and the chip's on-chip limit.
+"""
 
 import ctypes
 import os
@@ -67,6 +70,8 @@ class Emulator:
         execute: Whether to run kernels, or only to compile them and check their LDS.
         edit: Changes a kernel before it is run, for tests of the checks.
         launches: What was run.
+        binary_ext: What Triton calls the code that it hands over.
+        assembly: Of the kernel that Triton is about to load.
     """
 
     chip: str
@@ -75,6 +80,7 @@ class Emulator:
     edit: Callable[[Program], Program] | None = None
     launches: list[Launched] = field(default_factory=list)
     binary_ext: str = "hsaco"
+    assembly: str = ""
 
     @property
     def facts(self) -> Arch:
@@ -230,14 +236,14 @@ def emulated(
     """Let the CPU be a chip: kernels are compiled for it and run on the emulator.
 
     Args:
-        chip: A key of ARCHES. One for a process: Triton keeps tables of the first target that it compiled for.
+        chip: A key of ARCHES; one for a process, because Triton keeps tables of its first target.
         orders: See `Emulator`.
         execute: See `Emulator`.
         units: Compute units that plans see.
         edit: See `Emulator`.
 
     Raises:
-        InvalidInput: the chip is not one of AMD, the process had another, or Triton interprets kernels here.
+        InvalidInput: the chip is not AMD's, the process had another, or Triton interprets kernels here.
     """
     reasons = []
     if chip not in ARCHES or ARCHES[chip].vendor != "amd":
@@ -257,7 +263,7 @@ def emulated(
     load = CompiledKernel._init_handles
 
     def loading(kernel: Any) -> None:
-        emulator.assembly = kernel.asm["amdgcn"]  # type: ignore[attr-defined]
+        emulator.assembly = kernel.asm["amdgcn"]
         load(kernel)
 
     with ExitStack() as stack:

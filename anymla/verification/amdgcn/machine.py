@@ -40,9 +40,9 @@ class Step:
         instruction: As it was written.
         reads, writes: Register numbers.
         trusts: Registers that decide something: an address, a stored value, a branch, the execution mask.
-        spread: How an undefined source spreads: "lanes" to the same lane, "all" to every lane, "choice" of the
-            first two where a mask chooses them, "upward" not from an upper half of a pair to a lower one, "" not
-            at all or by itself.
+        spread: How an undefined source spreads: "lanes" to the same lane, "all" to every lane, "choice" of
+            the first two where a mask chooses them, "upward" not from an upper half of a pair to a lower
+            one, "" not at all or by itself.
         lower: Of "upward", the sources of the first register written.
         flow: "" for one that goes on behind itself, else "branch", "barrier" or "end".
         target: Of a branch.
@@ -96,6 +96,8 @@ class Group:
         self.waves, self.pc, self.party, self.clock = waves, pc, party, clock
         first, last = int(waves[0]), int(waves[-1])
         self.at: Any = slice(first, last + 1) if last - first + 1 == len(waves) else waves
+        self.flights: tuple[Flight, ...] = ()
+        self.in_flight: set[int] = set()
         self.set_flights(flights)
 
     def add(self, flight: Flight) -> None:
@@ -159,7 +161,12 @@ class Machine:
         memory, shared: Global memory and LDS.
         counts: How often each step was executed, by any wave.
         notes: What is undecided.
+        taken: Whether each wave of the group takes the branch that was just executed.
+        has_source: In a DPP instruction, the lanes whose source is there.
     """
+
+    taken: Any
+    has_source: Array
 
     def __init__(
         self,
@@ -495,7 +502,7 @@ class Machine:
         first, second, *mask = step.reads
         if self.defined.undefined(mask, self.at) is not None:
             return np.full(len(self.waves), ALL)
-        chosen, nothing = self.bits(mask[0]), U64(0)
+        chosen, nothing = self.bits(mask[0]), np.zeros(len(self.waves), U64)
         one, other = (self.defined.undefined([register], self.at) for register in (first, second))
         return (nothing if one is None else one & ~chosen) | (nothing if other is None else other & chosen)
 

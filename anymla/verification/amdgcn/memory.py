@@ -116,24 +116,23 @@ def _gather(buffer: Array, offsets: Array, size: int) -> Array:
     if not offsets.size:
         return np.zeros((0, max(size // 4, 1)), U32)
     width = _element(offsets, size)
-    view = buffer[: buffer.size // width * width].view(ELEMENTS[width])
+    view: Array = buffer[: buffer.size // width * width].view(ELEMENTS[width])
     places = offsets // width
     if width == size:
-        found = view[places]
-        return found.view(U32).reshape(len(offsets), -1) if width >= 4 else found.astype(U32)[:, None]
-    found = view[places[:, None] + np.arange(size // width)]
-    if size >= 4:
-        return found.view(U32)
-    return found.view(np.uint16).astype(U32)
+        single: Array = view[places]
+        return single.view(U32).reshape(len(offsets), -1) if width >= 4 else single.astype(U32)[:, None]
+    found: Array = view[places[:, None] + np.arange(size // width)]
+    words: Array = found.view(U32) if size >= 4 else found.view(np.uint16).astype(U32)
+    return words
 
 
 def _scatter(buffer: Array, offsets: Array, words: Array, size: int) -> None:
     if not offsets.size:
         return
     width = _element(offsets, size)
-    view = buffer[: buffer.size // width * width].view(ELEMENTS[width])
+    view: Array = buffer[: buffer.size // width * width].view(ELEMENTS[width])
     raw = np.ascontiguousarray(words).view(U8).reshape(len(offsets), -1)[:, :size]
-    elements = np.ascontiguousarray(raw).view(ELEMENTS[width])
+    elements: Array = np.ascontiguousarray(raw).view(ELEMENTS[width])
     places = (offsets // width)[:, None] + np.arange(size // width)
     view[places] = elements
 
@@ -168,8 +167,9 @@ class SharedMemory:
             self._refuse(f"{size} bytes outside of the {self.size} bytes of LDS", addresses, mask, bad)
         if align > 1 and wanted.size and int(np.bitwise_or.reduce(wanted)) & (align - 1):
             self._refuse(f"{size} bytes not aligned to {align}", addresses, mask, addresses % align != 0)
-        whole = addresses + workgroups[:, None] * self.stride
-        return whole.ravel() if mask is None else whole[mask]
+        whole: Array = addresses + workgroups[:, None] * self.stride
+        chosen: Array = whole.ravel() if mask is None else whole[mask]
+        return chosen
 
     @staticmethod
     def _refuse(what: str, addresses: Array, mask: Array | None, bad: Array) -> None:
@@ -177,7 +177,7 @@ class SharedMemory:
         raise BadAccess(what, (int(wave), int(lane)), int(addresses[wave, lane]))
 
     def load(self, places: Array, size: int) -> tuple[Array, Array | None]:
-        """Words [n, words] uint32, and which of the n have a byte that was never written, None if none has."""
+        """Words [n, words] uint32, and which of the n were never written in part, None if none was."""
         found = _gather(self._bytes, places, size)
         # Halves, because a dword may have been written in two parts.
         suspects = found == 0xC9 if size == 1 else np.ascontiguousarray(found).view(np.uint16) == 0xFFC9

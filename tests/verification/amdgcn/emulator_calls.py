@@ -1,8 +1,8 @@
 """Run in a process of its own, `python emulator_calls.py CHIP WHAT`: prints a line of JSON for each check.
 
-"api" makes the public calls on CPU tensors as on that chip, each in two orders of the waves and judged; "dots"
-multiplies matrices of every type and size that the chip has instructions for; "mutants" takes instructions out
-of the decode kernel, one at a time.
+"api" makes the public calls on CPU tensors as on that chip, each in two orders of the waves and judged;
+"dots" multiplies matrices of every type and size that the chip has instructions for; "mutants" takes
+instructions out of the decode kernel, one at a time.
 """
 
 import json
@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -43,12 +44,21 @@ def api_calls(chip: str) -> Iterator[tuple[str, Inputs]]:
     yield "decode bf16 page 64", decode_inputs(WIDE, *RAGGED, block_size=64, **bf16)
     yield "decode bf16 page 16", decode_inputs(NARROW, *RAGGED, block_size=16, seed=1, **bf16)
     yield "decode fp8 page 1", decode_inputs(NARROW, *RAGGED, block_size=1, kv_format=fp8_of(chip), **bf16)
-    yield "decode 656 bytes page 64", decode_inputs(WIDE, *RAGGED, block_size=64, kv_format="fp8_ds_mla", **bf16)
+    yield (
+        "decode 656 bytes page 64",
+        decode_inputs(WIDE, *RAGGED, block_size=64, kv_format="fp8_ds_mla", **bf16),
+    )
     fp16 = {**bf16, "q_dtype": torch.float16}
     yield "sparse fp16 page 16", sparse_inputs(NARROW, 90, 64, 6, block_size=16, kv_format="fp16", **fp16)
-    yield "sparse 656 bytes page 64", sparse_inputs(WIDE, 90, 40, 6, block_size=64, kv_format="fp8_ds_mla", **bf16)
+    yield (
+        "sparse 656 bytes page 64",
+        sparse_inputs(WIDE, 90, 40, 6, block_size=64, kv_format="fp8_ds_mla", **bf16),
+    )
     few = replace(NARROW, num_heads=3)
-    yield "prefill page 16", prefill_inputs(few, (70, 0, 33), (3, 40, 1), block_size=16, kv_format=fp8_of(chip), **bf16)
+    yield (
+        "prefill page 16",
+        prefill_inputs(few, (70, 0, 33), (3, 40, 1), block_size=16, kv_format=fp8_of(chip), **bf16),
+    )
     yield "write fp8", write_inputs(512, 64, 13, kv_format=fp8_of(chip), block_size=16)
     yield "write 656 bytes", write_inputs(512, 64, 13, kv_format="fp8_ds_mla", block_size=64)
 
@@ -121,7 +131,7 @@ def check_dots(chip: str) -> Iterator[dict[str, Any]]:
 # What is provably redundant: a pattern of the source line, and why nothing can depend on it.
 REDUNDANT = {
     "exec": {
-        r"tl\.load\(sinks \+ heads, mask=live": "a row that is not live reads the sink of a head that there is, and is not stored",
+        r"tl\.load\(sinks \+ heads, mask=live": "a row that is not live is not stored",
         r"tl\.store\(lse \+ row \* stride_lt \+ head": "every thread stores the same -inf in the same place",
     },
     "mask": {
@@ -158,8 +168,8 @@ class Mutants:
             num_tokens=self.call.num_rows,
         )
         self.plan = plans.plan_decode(
-            batch, num_heads=20, kv_lora_rank=128, qk_rope_head_dim=64, q_dtype=torch.bfloat16, kv_format="bf16",
-            sinks=True, return_lse=True, backend="triton",
+            batch, num_heads=20, kv_lora_rank=128, qk_rope_head_dim=64, q_dtype=torch.bfloat16,
+            kv_format="bf16", sinks=True, return_lse=True, backend="triton",
         )  # fmt: skip
         self.kept = self.call.cache.data.clone()
         self.kernel: Program | None = None
@@ -204,7 +214,9 @@ def check_mutants(chip: str, kinds: str, every: int) -> Iterator[dict[str, Any]]
         assert mutants.kernel is not None
         steps, landed = mutants.kernel.launch.steps, set(waited)
         for kind in kinds.split(","):
-            sites = [i for i, s in enumerate(steps) if KINDS[kind](s.instruction.mnemonic, s.instruction.text)]
+            sites = [
+                i for i, s in enumerate(steps) if KINDS[kind](s.instruction.mnemonic, s.instruction.text)
+            ]
             for index in sites[::every]:
                 instruction = steps[index].instruction
                 line = _source_line(instruction.source)
@@ -239,11 +251,8 @@ def _source_line(source: str) -> str:
     from anymla.backends import triton_mla
 
     name, _, number = source.partition(":")
-    path = next(iter(triton_mla.__path__)) + "/" + name
-    try:
-        lines = open(path).read().splitlines()
-    except OSError:
-        return ""
+    path = Path(next(iter(triton_mla.__path__))) / (name or "?")
+    lines = path.read_text().splitlines() if path.exists() else []
     return lines[int(number) - 1].strip() if 0 < int(number or 0) <= len(lines) else ""
 
 

@@ -1,4 +1,4 @@
-"""Every row of the scalar, integer and float tables, at values worked out by hand or by Python's own integers."""
+"""Every row of the scalar, integer and float tables, at values worked out by hand or by Python itself."""
 
 import math
 import operator
@@ -437,11 +437,13 @@ def test_modifiers_change_sources_and_results(text, expected):
             0xFF << 16,
         ),
         (
-            "v_or_b32_sdwa v2, v10, v10 dst_sel:BYTE_1 dst_unused:UNUSED_PRESERVE src0_sel:BYTE_3 src1_sel:BYTE_3",
+            "v_or_b32_sdwa v2, v10, v10 dst_sel:BYTE_1 dst_unused:UNUSED_PRESERVE src0_sel:BYTE_3 "
+            "src1_sel:BYTE_3",
             0xAAAA11AA,
         ),
         (
-            "v_add_u32_sdwa v2, sext(v10), v13 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:BYTE_0 src1_sel:DWORD",
+            "v_add_u32_sdwa v2, sext(v10), v13 dst_sel:DWORD dst_unused:UNUSED_PAD src0_sel:BYTE_0 "
+            "src1_sel:DWORD",
             0x44,
         ),
         ("v_sub_u32_e64 v2, v13, v10 clamp", 0),

@@ -18,7 +18,7 @@ STORE_AND_LOAD = """
   v_xor_b32 v2, {flip}, v1
   ds_read_b32 v3, v2
   s_waitcnt lgkmcnt(0)"""
-"""Each thread writes its number into LDS and reads that of another: of its wave with 4, of the next with 256."""
+"""Each thread writes its number into LDS and reads that of another: of its wave with 4, the next with 256."""
 
 
 def pointing(offset, size: int = 256, writable: bool = True):

@@ -1,4 +1,4 @@
-"""The kernels that we ship, as machine code of each chip on a CPU: right, and no instruction is there in vain.
+"""The kernels that we ship, as machine code of each chip on a CPU: right, and no instruction is in vain.
 
 Triton keeps tables of the first target of a process, so every chip has a process of its own.
 """
@@ -38,7 +38,14 @@ def test_the_whole_api_is_right_in_any_order_of_the_waves(chip):
     found = checked(chip, "api")
     assert [(fact["name"], fact["reasons"]) for fact in found if fact["reasons"]] == []
     kernels = {kernel for fact in found for kernel in fact["kernels"]}
-    assert kernels >= {"attend_kernel", "combine_kernel", "schedule_kernel", "mha_kernel", "gather_kernel", "store_kernel"}
+    assert kernels >= {
+        "attend_kernel",
+        "combine_kernel",
+        "schedule_kernel",
+        "mha_kernel",
+        "gather_kernel",
+        "store_kernel",
+    }
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -78,4 +85,3 @@ def test_a_chip_that_is_not_amds_is_refused(chip, reason):
 
 def test_every_chip_is_one_that_we_know():
     assert set(CHIPS) <= set(ARCHES)
-

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -65,7 +64,8 @@ def _f32(context: Context, position: int) -> Fetch:
 
 def _power(scale: Array) -> Array:
     """The power of two that the exponent of a scale is."""
-    return np.ldexp(F32(1), exponent(scale).view(I32) - 127)
+    found: Array = np.ldexp(F32(1), exponent(scale).view(I32) - 127)
+    return found
 
 
 def _to_fp8(kind: str, scaled: bool) -> Callable[[Context], Run]:

@@ -1,7 +1,6 @@
 """Floating point arithmetic, comparisons and conversions of the vector unit."""
 
 from collections.abc import Callable
-
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from anymla.verification.amdgcn.instructions.vector import Vector
 def fma(a: Any, b: Any, c: Any) -> Any:
     """a * b + c, rounded to fp32 once.
 
-    The product is exact in fp64; where the sum is not, rounding it to odd first keeps the second rounding right.
+    The product is exact in fp64; where the sum is not, rounding it to odd keeps the second rounding right.
     """
     product, c = np.multiply(a, b, dtype=F64), np.asarray(c, F64)
     total = product + c
@@ -60,8 +59,8 @@ def _exponent(a: Any) -> Any:
 def _fixed_quotient(quotient: Any, denominator: Any, numerator: Any) -> Any:
     """The last of the three steps of a division, which sees the true operands.
 
-    The emulator scales nothing in the first step, so a quotient that is out of range is divided anew; one that
-    is in range must be within a unit in the last place.
+    The emulator scales nothing in the first step, so a quotient that is out of range is divided anew; one
+    that is in range must be within a unit in the last place.
     """
     exact = (numerator.astype(F64) / denominator.astype(F64)).astype(F32)
     usual = np.isfinite(exact) & (np.abs(exact) > 1e-30) & (np.abs(exact) < 1e30)

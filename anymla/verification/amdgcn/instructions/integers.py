@@ -10,7 +10,12 @@ from anymla.verification.amdgcn.instructions.scalar import bits_of, first_one, l
 from anymla.verification.amdgcn.instructions.vector import Vector
 
 
-def _low_bits(count: int) -> U32:
+def _choose(a: Any, b: Any, mask: Any) -> Array:
+    found: Array = np.where(mask, b, a)
+    return found.view(U32)
+
+
+def _low_bits(count: int) -> Any:
     return U32((1 << count) - 1)
 
 
@@ -44,7 +49,7 @@ def _align(unit: int) -> Callable[..., Any]:
 
 def _permute_bytes(a: Any, b: Any, selector: Any) -> Array:
     """Four bytes by selector: 0-3 of b, 4-7 of a, 8-11 a sign, 12 zero, 13 and more ones."""
-    a, b, selector = np.broadcast_arrays(a, b, selector)
+    a, b, selector = (np.asarray(value) for value in np.broadcast_arrays(a, b, selector))
     both = b.astype(U64) | a.astype(U64) << U64(32)
     result = np.zeros(a.shape, U32)
     for place in range(4):
@@ -89,9 +94,7 @@ ROWS: tuple[Row, ...] = (
         also=("v_accvgpr_read_b32", "v_accvgpr_write_b32", "v_accvgpr_mov_b32"),
     ),
     Vector("v_mov_b64", "u64 <- u64", lambda a: a, "upward"),
-    Vector(
-        "v_cndmask_b32", "b32 <- f32 f32 mask", lambda a, b, mask: np.where(mask, b, a).view(U32), "choice"
-    ),
+    Vector("v_cndmask_b32", "b32 <- f32 f32 mask", _choose, "choice"),
     Vector("v_not_b32", "u32 <- u32", lambda a: ~a),
     Vector("v_and_b32", "u32 <- u32 u32", lambda a, b: a & b),
     Vector("v_or_b32", "u32 <- u32 u32", lambda a, b: a | b),

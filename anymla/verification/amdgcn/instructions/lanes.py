@@ -16,7 +16,6 @@ from anymla.verification.amdgcn.instructions.rows import (
     Row,
     dword,
     numbers_of,
-    source,
     step,
 )
 from anymla.verification.amdgcn.machine import SCALARS, Machine, Run, Step
@@ -149,7 +148,8 @@ def _swizzled(pattern: str, lane: Array) -> Array:
     if named is None:
         bits = int(pattern, 0)
         if bits & 0x8000:
-            return lane // 4 * 4 + np.array([bits >> 2 * i & 3 for i in range(4)])[lane % 4]
+            within: Array = np.array([bits >> 2 * i & 3 for i in range(4)])[lane % 4]
+            return lane // 4 * 4 + within
         return ((lane & bits & 31) | (bits >> 5 & 31)) ^ (bits >> 10 & 31) | lane & 32
     name, arguments = named[1], named[2]
     if name == "BITMASK_PERM":
@@ -160,7 +160,8 @@ def _swizzled(pattern: str, lane: Array) -> Array:
         return found
     numbers = [int(number) for number in arguments.split(",")]
     if name == "QUAD_PERM":
-        return lane // 4 * 4 + np.array(numbers)[lane % 4]
+        named_within: Array = np.array(numbers)[lane % 4]
+        return lane // 4 * 4 + named_within
     if name == "SWAP":
         return lane ^ numbers[0]
     if name == "REVERSE":
@@ -221,7 +222,8 @@ def _count_below(high: bool) -> Callable[..., Any]:
     def count(m: Machine, mask: Array, plus: Array) -> Array:
         below = np.clip(np.arange(m.lanes) - (32 if high else 0), 0, 32).astype(U64)
         lanes = ((U64(1) << below) - U64(1)).astype(U32)
-        return np.bitwise_count(mask & lanes).astype(U32) + plus
+        total: Array = np.bitwise_count(mask & lanes).astype(U32) + plus
+        return total
 
     return count
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-
 import numpy as np
 
 from anymla.verification.amdgcn.instructions.rows import (
@@ -53,7 +52,8 @@ def _sign16(words: Array) -> Array:
 
 
 def _sign8_to_16(words: Array) -> Array:
-    return words.astype(np.int8).astype(I16).view(U16).astype(U32)
+    found: Array = words.astype(np.int8).astype(I16).view(U16).astype(U32)
+    return found
 
 
 WORDS = {
@@ -105,7 +105,8 @@ def put_words(m: Machine, number: int, kind: Kind, words: Array) -> None:
 def words_of(m: Machine, number: int, kind: Kind) -> Array:
     """What is stored, [waves, lanes, words], from registers from `number` on."""
     if kind.half:
-        return (m.v[number] >> U32(16))[..., None]
+        upper: Array = m.v[number] >> U32(16)
+        return upper[..., None]
     return np.stack([m.v[number + word] for word in range(max(kind.size // 4, 1))], -1)
 
 

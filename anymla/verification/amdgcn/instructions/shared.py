@@ -9,9 +9,9 @@ from anymla.verification.amdgcn.checks import Access
 from anymla.verification.amdgcn.instructions.moves import LOADS, STORES, WORDS, Kind, put_words, words_of
 from anymla.verification.amdgcn.instructions.rows import (
     I64,
+    U8,
     U16,
     U32,
-    U8,
     Array,
     Context,
     Fetch,
@@ -32,7 +32,7 @@ def _align(size: int) -> int:
 
 
 def _read(m: Machine, addresses: Array, size: int, writes: Sequence[int]) -> tuple[Array, Access]:
-    """Words [waves, lanes, words] and their access; never written ones are noted for the registers `writes`."""
+    """Words [waves, lanes, words] and their access; what was never written is noted for `writes`."""
     mask = m.executing
     places = m.shared.places(m.workgroup_of[m.waves], addresses, mask, size, _align(size))
     access = m.note_shared(places, size, m.owners(mask))

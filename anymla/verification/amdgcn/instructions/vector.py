@@ -8,11 +8,12 @@ import numpy as np
 
 from anymla.verification.amdgcn.instructions import lanes
 from anymla.verification.amdgcn.instructions.rows import (
+    DTYPES,
     FLOATS,
     HALF,
-    WIDE,
     I64,
     U32,
+    WIDE,
     Commit,
     Context,
     Fetch,
@@ -61,7 +62,10 @@ class Vector(Row):
             return step(run, context, reads, writes, spread=self.spread)
         raws: list[Fetch | None] = [None] * len(sources)
         if mnemonic.endswith("_sdwa"):
-            raws = [_selected(o, k, n, context) for n, (o, k) in enumerate(zip(sources, spec.sources))]
+            raws = [
+                _selected(o, k, n, context)
+                for n, (o, k) in enumerate(zip(sources, spec.sources, strict=True))
+            ]
         elif mnemonic.endswith("_dpp"):
             raws[0] = lanes.moved(dword(sources[0], context), context)
         highs = [False] * (len(sources) + 1)
@@ -69,7 +73,7 @@ class Vector(Row):
             highs = [bool(bit) for bit in context.numbers("op_sel", [0] * (len(sources) + 1))]
         fetches = [
             source(o, k, context, vector=True, high=high, raw=raw)
-            for o, k, high, raw in zip(sources, spec.sources, highs, raws)
+            for o, k, high, raw in zip(sources, spec.sources, highs, raws, strict=False)
         ]
         commits = [
             destination(o, k, context, vector=True)
@@ -91,7 +95,7 @@ class Vector(Row):
             reads = [*reads, *writes]
         lower = [
             register
-            for operand, kind in zip(sources, spec.sources)
+            for operand, kind in zip(sources, spec.sources, strict=True)
             for register in context.registers(operand)[: 1 if kind in WIDE else None]
         ]
         trusts = reads if EXEC in writes else ()
@@ -115,7 +119,7 @@ def _finished(semantics: Callable[..., Any], kinds: Sequence[str], context: Cont
         return finish
     if scale != 1 or len(kinds) > 1 or kind not in ("u32", "i32", "u16", "i16"):
         raise Unknown(f"clamp of `{context.instruction.text}` got no meaning here")
-    bounds = np.iinfo({"u32": np.uint32, "i32": np.int32, "u16": np.uint16, "i16": np.int16}[kind])
+    bounds = np.iinfo(DTYPES[kind])
     return lambda *values: np.clip(
         semantics(*(np.asarray(v).astype(I64) for v in values)), bounds.min, bounds.max
     )
