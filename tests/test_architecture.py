@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ops": {"api"},
     "distributed": WORDS | CONTRACT | MATHS | {"plans", "api"},
     "integrations": LIBRARY,
-    "verification": LIBRARY | {"reference"},
+    "verification": LIBRARY | {"reference", "fp8"},
     "benchmarking": LIBRARY | {"reference", "verification"},
     "cli": LIBRARY | {"integrations", "verification", "benchmarking"},
     "__init__": LIBRARY,
