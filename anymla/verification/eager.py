@@ -231,8 +231,8 @@ def _looped(a: Tensor, b: Tensor, orders: list[Tensor]) -> Tensor:
     columns = torch.stack([own[..., order].movedim(-1, 0) for own, order in zip(a, orders, strict=True)], 1)
     rows = torch.stack([b[..., order, :].movedim(-2, 0) for order in orders], 1)
     total = torch.zeros(len(orders), *a.shape[1:-1], b.shape[-1], device=a.device)
-    for column, row in zip(columns, rows, strict=True):
-        total.addcmul_(column[..., None], row[..., None, :])
+    for column, row in zip(columns[..., None], rows[..., None, :], strict=True):
+        total.addcmul_(column, row)
     return total
 
 
@@ -280,7 +280,7 @@ def _groups(spans: list[_Span], device: torch.device) -> list[list[_Span]]:
     """Sequences to attend at once: one on a CPU; on a device, which is slow to start, some of like length."""
     groups: list[list[_Span]] = []
     for span in sorted(spans, key=lambda span: span.length):
-        if device.type != "cpu" and groups and span.length <= 2 * groups[-1][0].length + 64:
+        if device.type != "cpu" and groups and span.length <= 4 * groups[-1][0].length + 128:
             groups[-1].append(span)
         else:
             groups.append([span])

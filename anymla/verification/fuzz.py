@@ -49,8 +49,8 @@ class Extent:
     """
 
     heads: int = 130
-    keys: int = 4500
-    sequences: int = 21
+    keys: int = 3000
+    sequences: int = 13
     work: float = 4e9
 
 
@@ -265,7 +265,7 @@ def _case(rng: Random, family: Family, extent: Extent) -> Case:
     p = family.problem
     heads = rng.choice([h for h in range(1, extent.heads + 1) if _alike(h, p)])
     # Neither one nor a multiple of 16, for which kernels are compiled anew.
-    several = [n for n in (2, 3, 4, 5, 7, 9, 13, 21) if n <= extent.sequences]
+    several = [n for n in (2, 2, 3, 3, 4, 5, 7, 13) if n <= extent.sequences]
     seqs = 1 if family.lone else rng.choice(several)
     seq_lens: tuple[int, ...] | None
     q_lens: tuple[int, ...] | None = None
