@@ -137,7 +137,7 @@ on gfx942 (MI300X), assumed with the newest release of every package
  cpu       refuses   12                     · arch got gfx942; needs cpu
                                             → would pass on cpu
 
-choice: triton (compiled for gfx942, not run there; 64 rows × 16 keys, 8 warps, 2 stages)
+choice: triton (compiled for gfx942, not run there; 32 rows × 16 keys, 4 warps, 2 stages)
 """
 
 

@@ -40,15 +40,12 @@ class KnownSpill:
     reason: str
 
 
-_PROLOGUE = "sparse and far forms keep a few addresses in memory, before and after the loop over keys"
 _DUPLICATED = (
     "each half of a wave holds its own copy of an operand there; of tiles, warps, chunks and sides this is "
     "what spills least"
 )
 
 KNOWN_SPILLS: Mapping[tuple[str, str, str], KnownSpill] = {
-    ("gfx90a", "attend", "64×16 8w 2s"): KnownSpill(64, _PROLOGUE),
-    ("gfx942", "attend", "64×16 8w 2s"): KnownSpill(64, _PROLOGUE),
     ("gfx1100", "attend", "16×16 8w 1s swapped reread"): KnownSpill(128, _DUPLICATED),
 }
 """By chip, kernel and row in short."""
@@ -117,7 +114,8 @@ def wanted(arch: str, *, everything: bool = True) -> list[tuple[Specialisation, 
     for launch, form in found.values():
         constants = launch.constants_by_name
         facts = (constants.get(name) for name in ("FORMAT", "SPARSE", "CONTEXT"))
-        few.setdefault((launch.kernel, launch.row(arch), *facts), (launch, form))
+        is_far = "over 2 GiB" in form
+        few.setdefault((launch.kernel, launch.row(arch), is_far, *facts), (launch, form))
     return list(few.values())
 
 
