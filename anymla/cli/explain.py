@@ -155,7 +155,8 @@ def launch_row(answer: Answer) -> Launch | None:
         problem.num_heads * tokens,
         problem.kv_lora_rank,
         problem.qk_rope_head_dim,
-        prefers=lambda row: row.wgmma or not problem.kv_format.startswith("fp8"),
+        problem.kv_format,
+        sparse=problem.op == "sparse_decode",
     )
 
 

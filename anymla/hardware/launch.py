@@ -121,6 +121,9 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
     ("expand", "*"): (Launch(block_m=128, block_n=128, num_warps=8, num_stages=2, chunk=32),),
     ("expand", "sm90"): (Launch(block_m=128, block_n=128, num_warps=8, num_stages=3, chunk=64),),
     ("gather", "*"): (Launch(block_m=16, block_n=1, num_warps=4, num_stages=1),),
+    ("index_logits", "*"): (Launch(block_m=64, block_n=64, num_warps=4, num_stages=2),),
+    ("index_logits", "sm90"): (Launch(block_m=128, block_n=128, num_warps=8, num_stages=3),),
+    ("choose", "*"): (Launch(block_m=1, block_n=16384, num_warps=16, num_stages=1),),
     ("cache_write", "*"): (Launch(block_m=1, block_n=1, num_warps=2, num_stages=1),),
 }
 """Rows of a kernel in order of preference, width by width: the first that takes a shape and its rows."""
@@ -140,10 +143,11 @@ def attend_row(
     rows: int,
     latent: int,
     rope: int,
+    kv_format: str,
     *,
+    sparse: bool = False,
     element_bytes: int = 2,
     refuses: Callable[[Launch], object] = lambda row: None,
-    prefers: Callable[[Launch], bool] = lambda row: True,
 ) -> Launch:
     """The row that attention takes: of those that fit on the chip the first whose tile holds the rows.
 
@@ -153,9 +157,10 @@ def attend_row(
             not depend on the number of tokens.
         latent: kv_lora_rank.
         rope: qk_rope_head_dim.
+        kv_format: Of the cache.
+        sparse: Whether keys are given one by one.
         element_bytes: Of a query's element.
         refuses: True, or a reason, for rows that do not take the call for another cause.
-        prefers: Where some of the remaining rows are preferred, only these are looked at.
 
     Returns:
         The row; where no tile is that large, the first of the largest.
@@ -165,12 +170,21 @@ def attend_row(
         row
         for row in launch_rows("attend", arch)
         if not refuses(row)
+        and (not row.wgmma or _warpgroups_take(latent, rope, kv_format))
         and (not room or attend_shared_bytes(row, arch, latent, rope, element_bytes) <= room)
     ]
     assert fits, f"no launch row of attend takes {rows} rows of {latent} + {rope} on {arch}"
-    fits = [row for row in fits if prefers(row)] or fits
+    if sparse or kv_format.startswith("fp8"):
+        # What a warpgroup of its own gathers or converts costs the others nothing, however few the rows.
+        fits = [row for row in fits if row.wgmma] or fits
     most = max(row.block_m for row in fits)
     return next(row for row in fits if row.block_m >= min(rows, most))
+
+
+def _warpgroups_take(latent: int, rope: int, kv_format: str) -> bool:
+    """Whether `attend_wgmma` has layouts for these widths, and knows the format."""
+    known = ("bf16", "fp16", "fp8_e4m3fn", "fp8_ds_mla")
+    return latent in (256, 512) and rope in (0, 16, 32, 64, 128) and kv_format in known
 
 
 def attend_shared_bytes(row: Launch, arch: str, latent: int, rope: int, element_bytes: int = 2) -> int:

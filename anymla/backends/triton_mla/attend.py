@@ -88,6 +88,7 @@ def attend_kernel(
     HAS_LSE: tl.constexpr,
     AHEAD: tl.constexpr,
     SWAP: tl.constexpr,
+    REREAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """One stretch of the line a program; the grid is the number of stretches."""
@@ -172,8 +173,9 @@ def attend_kernel(
                     )
                     seen = _seen(key + offs_n, visible, valid, SPARSE, SWAP)
                     top, total, acc = _absorb(
-                        q_l, q_r, block, seen, row_scale, top, total, acc, R, CHUNKS, FORMAT, SWAP
-                    )
+                        q_l, q_r, block, seen, row_scale, top, total, acc, key < end_key,
+                        R, CHUNKS, FORMAT, SWAP, REREAD,
+                    )  # fmt: skip
                     block = next_block
                     valid = next_valid
             elif SPARSE or BLOCK_SIZE % BLOCK_N > 0:
@@ -185,8 +187,9 @@ def attend_kernel(
                     block = load_block(cache, offsets, valid, L, R, L_PADDED, R_PADDED, CHUNKS, FORMAT)
                     seen = _seen(key + offs_n, visible, valid, SPARSE, SWAP)
                     top, total, acc = _absorb(
-                        q_l, q_r, block, seen, row_scale, top, total, acc, R, CHUNKS, FORMAT, SWAP
-                    )
+                        q_l, q_r, block, seen, row_scale, top, total, acc, key < end_key,
+                        R, CHUNKS, FORMAT, SWAP, REREAD,
+                    )  # fmt: skip
             else:
                 # One page a block, read one block ahead.
                 page = tl.load(table + (start_key // BLOCK_SIZE) * table_stride, mask=start_key < end_key)
@@ -201,8 +204,9 @@ def attend_kernel(
                     )  # fmt: skip
                     seen = _seen(key + offs_n, visible, valid, SPARSE, SWAP)
                     top, total, acc = _absorb(
-                        q_l, q_r, block, seen, row_scale, top, total, acc, R, CHUNKS, FORMAT, SWAP
-                    )
+                        q_l, q_r, block, seen, row_scale, top, total, acc, key < end_key,
+                        R, CHUNKS, FORMAT, SWAP, REREAD,
+                    )  # fmt: skip
                     page = next_page
 
             empty = total == 0.0
@@ -355,8 +359,8 @@ def _seen(keys, visible, valid, SPARSE: tl.constexpr, SWAP: tl.constexpr):
 
 @triton.jit
 def _absorb(
-    q_l, q_r, block, seen, row_scale, top, total, acc,
-    R: tl.constexpr, CHUNKS: tl.constexpr, FORMAT: tl.constexpr, SWAP: tl.constexpr,
+    q_l, q_r, block, seen, row_scale, top, total, acc, more,
+    R: tl.constexpr, CHUNKS: tl.constexpr, FORMAT: tl.constexpr, SWAP: tl.constexpr, REREAD: tl.constexpr,
 ):  # fmt: skip
     """Take one block of keys into the running softmax.
 
@@ -364,6 +368,14 @@ def _absorb(
     transposed: keys and columns stand where matrix instructions want many rows.
     """
     dtype: tl.constexpr = q_r.dtype
+    if REREAD:
+        # `more` is true, but only the loop knows: so queries are laid out as operands here, block by block,
+        # and not once before the loop, in registers for all of them.
+        again = ()
+        for chunk in tl.static_range(CHUNKS):
+            again = again + (tl.where(more, q_l[chunk], 0.0),)
+        q_l = again
+        q_r = tl.where(more, q_r, 0.0)
     k_l = ()
     for chunk in tl.static_range(CHUNKS):
         k_l = k_l + (latent_of(block, chunk, dtype, R, CHUNKS, FORMAT),)

@@ -98,13 +98,14 @@ def attend_wgmma_kernel(
     HAS_LSE: gl.constexpr,
     OVERLAP: gl.constexpr,
     BOXES: gl.constexpr,
+    Q_COPIED: gl.constexpr,
+    COPIED: gl.constexpr,
     CONVERT: gl.constexpr,
 ):
     """One stretch of the line a program; the grid is the number of stretches."""
     gl.static_assert(gl.num_warps() == 4)
     if OVERLAP:
         gdc_launch_dependents()
-    COPY_WARPS: gl.constexpr = 4
     HALF: gl.constexpr = L // 2
     R_ROOM: gl.constexpr = max(R, 16)
     dtype: gl.constexpr = ql_nope.dtype.element_ty
@@ -122,13 +123,7 @@ def attend_wgmma_kernel(
     totals = gl.allocate_shared_memory(gl.float32, [4, BLOCK_M], flat)
     bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BARRIERS):
-        if i == QUERIES:
-            # Each copying thread arrives when its own copies have.
-            mbarrier.init(bars.index(i), count=32 * COPY_WARPS)
-        elif i == QUERIES_READ:
-            mbarrier.init(bars.index(i), count=2)
-        else:
-            mbarrier.init(bars.index(i), count=1)
+        mbarrier.init(bars.index(i), count=2 if i == QUERIES_READ else 1)
     fence_async_shared()
 
     if not SPARSE:
@@ -175,14 +170,15 @@ def attend_wgmma_kernel(
                     q_l, q_r, k_l, k_r, bars,
                     ql_nope, q_pe, cache, latents, ropes, block_table, seq_lens, qo_indptr, indices, counts,
                     line, stretches, num_seqs, num_heads, num_keys,
-                    stride_qt, stride_qh, stride_pt, stride_ph, stride_page, stride_token,
+                    stride_qt, stride_qh, stride_qd, stride_pt, stride_ph, stride_pd,
+                    stride_page, stride_token,
                     stride_table, stride_table_col, stride_indices, stride_indices_col,
                     L, R, BLOCK_M, BLOCK_N, BLOCK_SIZE, INVARIANT, PIECES, PIECE_BLOCKS, CAUSAL, SPARSE,
-                    HAS_COUNTS, FORMAT, BOXES, CONVERT,
+                    HAS_COUNTS, FORMAT, BOXES, Q_COPIED, COPIED, CONVERT,
                 ),
             ),
         ],
-        [4, COPY_WARPS],
+        [4, 4],
         [COMPUTE_REGS, COPY_REGS],
     )  # fmt: skip
 

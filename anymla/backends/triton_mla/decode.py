@@ -11,12 +11,10 @@ from anymla.backends.triton_mla.attend import attend_kernel
 from anymla.backends.triton_mla.combine import combine_kernel
 from anymla.backends.triton_mla.elements import elements
 from anymla.backends.triton_mla.schedule import schedule_kernel
-from anymla.backends.triton_mla.warpgroups import aligned, key_boxes, refusal
+from anymla.backends.triton_mla.warpgroups import aligned, key_boxes, missing
 from anymla.contract import Batch, DecodeArgs, SparseArgs
-from anymla.hardware.arches import ARCHES
-from anymla.hardware.launch import Launch, launch_rows
+from anymla.hardware.launch import Launch, attend_row, launch_rows, padded
 from anymla.hardware.probe import Machine
-from anymla.kv_formats import KV_FORMATS
 from anymla.problem import Feature, Problem
 
 LOG2_E = 1.4426950408889634
@@ -26,7 +24,7 @@ INVARIANT_KEYS = 4096
 """Keys of one piece of a batch-invariant row."""
 TILE = 128
 """Latent values that share a scale in a tiled row."""
-_CHUNK = 128
+_CHUNK = 32
 
 
 @dataclass
@@ -121,7 +119,7 @@ def _shape(problem: Problem, machine: Machine, num_seqs: int, max_seq_len: int) 
     tiles_a_seq = -(-rows // launch.block_m)
     # A tiled row has one scale for each chunk, so its chunks are as wide as its tiles.
     chunk = min(launch.chunk, TILE) if problem.kv_format.startswith("fp8_ds_mla") else launch.chunk
-    width = _padded(problem.kv_lora_rank, chunk)
+    width = padded(problem.kv_lora_rank, chunk)
     units = machine.multiprocessors or 1
     stretches = units * launch.programs_a_unit
     pieces = max(1, -(-max_seq_len // INVARIANT_KEYS)) if _invariant(problem) else 1
@@ -140,31 +138,16 @@ def _shape(problem: Problem, machine: Machine, num_seqs: int, max_seq_len: int) 
 
 
 def _launch_for(problem: Problem, machine: Machine, rows: int) -> Launch:
-    """The first row of those that fit on the chip that holds the rows, else the first of the largest."""
-    chip = ARCHES.get(machine.arch)
-    room = chip.shared_bytes if chip is not None else 0
-    fits = [
-        row
-        for row in launch_rows("attend", machine.arch)
-        if (not room or shared_bytes(row, problem) <= room) and not (row.wgmma and refusal(problem))
-    ]
-    assert fits, f"no launch row of attend fits {problem} on {machine.arch}"
-    # What a warpgroup of its own converts or gathers costs the others nothing, however few the rows.
-    if problem.op == "sparse_decode" or KV_FORMATS[problem.kv_format].dtype.itemsize == 1:
-        fits = [row for row in fits if row.wgmma] or fits
-    most = max(row.block_m for row in fits)
-    return next(row for row in fits if row.block_m >= min(rows, most))
-
-
-def shared_bytes(launch: Launch, problem: Problem) -> int:
-    """An upper estimate of the on-chip bytes of a program: queries, blocks of keys in flight, weights."""
-    width = _padded(problem.kv_lora_rank, launch.chunk) + _padded(problem.qk_rope_head_dim)
-    element = 4 if problem.q_dtype == "fp32" else 2
-    queries = launch.block_m * width * element
-    block = launch.block_n * width * element
-    # What a warpgroup multiplies stays where it is until the product is done, one block longer.
-    blocks = max(launch.num_stages - 1, 1) + (launch.block_m >= 64)
-    return queries + blocks * block + launch.block_m * launch.block_n * element
+    return attend_row(
+        machine.arch,
+        rows,
+        problem.kv_lora_rank,
+        problem.qk_rope_head_dim,
+        problem.kv_format,
+        sparse=problem.op == "sparse_decode",
+        element_bytes=4 if problem.q_dtype == "fp32" else 2,
+        refuses=lambda row: row.wgmma and missing(),
+    )
 
 
 def _plan(
@@ -253,31 +236,29 @@ def _attend(
         "HAS_COUNTS": counts is not None,
         "HAS_SCALE": args.cache.scale is not None,
     }
-    if launch.wgmma and aligned(args.ql_nope, args.q_pe, data):
+    if launch.wgmma:
         from anymla.backends.triton_mla.attend_wgmma import attend_wgmma_kernel as kernel
 
-        boxes = None if sparse else key_boxes(data, args.ql_nope.dtype, problem, launch.block_n)
+        copied = data.dtype == args.ql_nope.dtype and aligned(data)
+        boxes = key_boxes(data, problem, launch.block_n) if copied and not sparse else None
         latents, ropes = boxes or (None, None)
         own = {
             "latents": latents,
             "ropes": ropes,
             "BOXES": boxes is not None,
-            "CONVERT": data.dtype != args.ql_nope.dtype,
-            "num_warps": launch.num_warps,
+            "Q_COPIED": aligned(args.ql_nope, args.q_pe),
+            "COPIED": copied,
+            "CONVERT": data.dtype.itemsize == 1,
         }
     else:
         kernel = attend_kernel
-        if launch.wgmma:
-            tile = (launch.block_m, launch.block_n, False)
-            rows = launch_rows("attend", state.arch)
-            launch = next(row for row in rows if (row.block_m, row.block_n, row.wgmma) == tile)
         own = {
             "L_PADDED": state.part_out.shape[-1],
             "CHUNKS": state.chunks,
-            "R_PADDED": _padded(problem.qk_rope_head_dim),
+            "R_PADDED": padded(problem.qk_rope_head_dim),
             "AHEAD": data.dtype.itemsize == 1,
             "SWAP": launch.swap,
-            "num_warps": launch.num_warps,
+            "REREAD": launch.reread,
             "num_stages": launch.num_stages,
         }
     kernel[(state.num_stretches,)](
@@ -311,6 +292,7 @@ def _attend(
         *out_strides,
         **constants,
         **own,
+        num_warps=launch.num_warps,
     )
     if not _invariant(problem):
         cuts = state.num_stretches - 1
@@ -343,10 +325,3 @@ def _attend(
 
 def _invariant(problem: Problem) -> bool:
     return Feature.BATCH_INVARIANT in problem.features
-
-
-def _padded(width: int, chunk: int = 0) -> int:
-    """The width that a kernel works in: whole chunks, or one power of two."""
-    if chunk and width % chunk == 0:
-        return width
-    return max(16, 1 << (width - 1).bit_length())

@@ -8,24 +8,9 @@ from torch import Tensor
 
 from anymla.problem import Problem
 
-CONVERTED = ("fp8_e4m3fn", "fp8_ds_mla")
-"""KV formats that the copying warpgroup converts."""
-
-
-def refusal(problem: Problem) -> str | None:
-    """Why that kernel does not take a problem."""
-    latent, rope = problem.kv_lora_rank, problem.qk_rope_head_dim
-    if latent not in (256, 512):
-        return f"kv_lora_rank got {latent}; needs 256 or 512"
-    if rope not in (0, 16, 32, 64, 128):
-        return f"qk_rope_head_dim got {rope}; needs 0, 16, 32, 64 or 128"
-    if problem.kv_format not in (problem.q_dtype, *CONVERTED):
-        return f"kv_format got {problem.kv_format}; needs one of {(problem.q_dtype, *CONVERTED)}"
-    return _missing()
-
 
 @cache
-def _missing() -> str | None:
+def missing() -> str | None:
     """What the installed Triton lacks: Gluon is still experimental, and may move."""
     try:
         import_module("anymla.backends.triton_mla.attend_wgmma")
@@ -42,21 +27,19 @@ def aligned(*tensors: Tensor) -> bool:
     )
 
 
-def key_boxes(
-    data: Tensor, dtype: torch.dtype, problem: Problem, block_n: int
-) -> tuple[object, object] | None:
+def key_boxes(data: Tensor, problem: Problem, block_n: int) -> tuple[object, object] | None:
     """Descriptors of a cache for copies of half a latent, and of a RoPE part, for `block_n` keys of one page.
 
-    None where a block of keys is not one box, or is not copied as it is.
+    None where a block of keys is not one box.
     """
     from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     pages, block_size, width = data.shape
-    if data.dtype != dtype or block_size % block_n or data.stride(0) != block_size * data.stride(1):
+    if block_size % block_n or data.stride(0) != block_size * data.stride(1):
         return None
     flat = data.as_strided((pages * block_size, width), (data.stride(1), 1))
-    element = bfloat16 if dtype == torch.bfloat16 else float16
+    element = bfloat16 if data.dtype == torch.bfloat16 else float16
     latents, ropes = (
         TensorDescriptor.from_tensor(
             flat, [block_n, cols], NVMMASharedLayout.get_default_for([block_n, cols], element)

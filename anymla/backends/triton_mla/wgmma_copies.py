@@ -32,19 +32,19 @@ def copy_keys(
     q_l, q_r, k_l, k_r, bars,
     ql_nope, q_pe, cache, latents, ropes, block_table, seq_lens, qo_indptr, indices, counts,
     line, stretches, num_seqs, num_heads, num_keys,
-    stride_qt, stride_qh, stride_pt, stride_ph, stride_page, stride_token,
+    stride_qt, stride_qh, stride_qd, stride_pt, stride_ph, stride_pd, stride_page, stride_token,
     stride_table, stride_table_col, stride_indices, stride_indices_col,
     L: gl.constexpr, R: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     INVARIANT: gl.constexpr, PIECES: gl.constexpr, PIECE_BLOCKS: gl.constexpr,
     CAUSAL: gl.constexpr, SPARSE: gl.constexpr, HAS_COUNTS: gl.constexpr,
-    FORMAT: gl.constexpr, BOXES: gl.constexpr, CONVERT: gl.constexpr,
+    FORMAT: gl.constexpr, BOXES: gl.constexpr, Q_COPIED: gl.constexpr, COPIED: gl.constexpr,
+    CONVERT: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup that copies queries and keys."""
     HALF: gl.constexpr = L // 2
     # Eight threads read 128 bytes of a row.
     copies_at: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     rows_at: gl.constexpr = gl.SliceLayout(1, copies_at)
-    cols_at: gl.constexpr = gl.SliceLayout(0, copies_at)
     program = gl.program_id(0)
     first_item = gl.load(stretches + 3 * program)
     end_item = gl.load(stretches + 3 * program + 1)
@@ -67,17 +67,12 @@ def copy_keys(
             live = (rows // num_heads < q_len)[:, None]
             row_tokens = (q_start + rows // num_heads).to(gl.int64)
             q_rows = (ql_nope + row_tokens * stride_qt + rows % num_heads * stride_qh)[:, None]
-            cols = gl.arange(0, HALF, cols_at)[None, :]
             for half in gl.static_range(2):
-                async_copy.async_copy_global_to_shared(
-                    q_l.index(half), q_rows + half * HALF + cols, mask=live
-                )
+                _bring(q_l.index(half), q_rows, half * HALF, stride_qd, live, HALF, Q_COPIED, copies_at)
             if R > 0:
                 q_rows = (q_pe + row_tokens * stride_pt + rows % num_heads * stride_ph)[:, None]
-                async_copy.async_copy_global_to_shared(
-                    q_r.index(0), q_rows + gl.arange(0, R, cols_at)[None, :], mask=live
-                )
-            async_copy.mbarrier_arrive(bars.index(QUERIES), increment_count=False)
+                _bring(q_r.index(0), q_rows, 0, stride_pd, live, R, Q_COPIED, copies_at)
+            _announce(bars.index(QUERIES), Q_COPIED)
             done += 1
 
             if SPARSE:
@@ -99,12 +94,12 @@ def copy_keys(
                 _fill(
                     k_l, k_r, bars, cache, latents, ropes, this_page, key, end_key, stride_page, stride_token,
                     3 * side, used, False,
-                    L, R, FORMAT, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, CONVERT, copies_at,
+                    L, R, FORMAT, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, COPIED, CONVERT, copies_at,
                 )  # fmt: skip
                 _fill(
                     k_l, k_r, bars, cache, latents, ropes, this_page, key, end_key, stride_page, stride_token,
                     1 + side, used, True,
-                    L, R, FORMAT, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, CONVERT, copies_at,
+                    L, R, FORMAT, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, COPIED, CONVERT, copies_at,
                 )  # fmt: skip
             used_0 += (blocks + 1) // 2
             used_1 += blocks // 2
@@ -115,8 +110,7 @@ def _fill(
     k_l, k_r, bars, cache, latents, ropes, page, key, end_key, stride_page, stride_token,
     part, used, ROPE: gl.constexpr, L: gl.constexpr, R: gl.constexpr, FORMAT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPARSE: gl.constexpr,
-    BOXES: gl.constexpr, CONVERT: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    BOXES: gl.constexpr, COPIED: gl.constexpr, CONVERT: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Start the copy of a part once its reader has let go what was there."""
     HALF: gl.constexpr = L // 2
@@ -156,26 +150,23 @@ def _fill(
             to.slice(tile * TILE, TILE, 1).store(values.to(dtype))
         if ROPE and R > 0:
             k_r.index(part // 2).store(rope.to(dtype))
-        fence_async_shared()
-        gl.thread_barrier()
-        mbarrier.arrive(bar, count=1)
+        _announce(bar, False)
     else:
-        _fill_copied(
+        _fill_as_stored(
             k_l, k_r, bars, cache, latents, ropes, page, key, end_key, stride_page, stride_token,
-            part, used, first, ROPE, L, R, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, LAYOUT,
+            part, used, first, ROPE, L, R, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, COPIED, LAYOUT,
         )  # fmt: skip
 
 
 @gluon.jit
-def _fill_copied(
+def _fill_as_stored(
     k_l, k_r, bars, cache, latents, ropes, page, key, end_key, stride_page, stride_token,
     part, used, first, ROPE: gl.constexpr, L: gl.constexpr, R: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPARSE: gl.constexpr, BOXES: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPARSE: gl.constexpr,
+    BOXES: gl.constexpr, COPIED: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """A part whose elements are copied as they are, past the registers."""
+    """A part whose elements are multiplied as they are stored."""
     HALF: gl.constexpr = L // 2
-    cols_at: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     bar = bars.index(FULL + part)
     mbarrier.wait(bars.index(FREE + part), (used & 1) ^ 1)
     if BOXES and key + BLOCK_N <= end_key:
@@ -189,15 +180,41 @@ def _fill_copied(
             cache, page, key, end_key, stride_page, stride_token,
             BLOCK_N, BLOCK_SIZE, SPARSE, gl.SliceLayout(1, LAYOUT),
         )  # fmt: skip
-        cols = first + gl.arange(0, HALF, cols_at)[None, :]
-        async_copy.async_copy_global_to_shared(k_l.index(part), rows + cols, mask=valid)
+        _bring(k_l.index(part), rows, first, 1, valid, HALF, COPIED, LAYOUT)
         if ROPE and R > 0:
-            cols_r = L + gl.arange(0, R, cols_at)[None, :]
-            async_copy.async_copy_global_to_shared(k_r.index(part // 2), rows + cols_r, mask=valid)
+            _bring(k_r.index(part // 2), rows, L, 1, valid, R, COPIED, LAYOUT)
+        _announce(bar, COPIED)
+
+
+@gluon.jit
+def _bring(
+    to, rows, first, stride, valid,
+    WIDTH: gl.constexpr, COPIED: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Columns of some rows; those of rows that are not there become zeros, not read."""
+    cols_at: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    if COPIED:
+        cols = first + gl.arange(0, WIDTH, cols_at)
+        async_copy.async_copy_global_to_shared(to, rows + cols[None, :], mask=valid)
+    else:
+        # Views whose rows lie anyhow pass through registers, a few columns at a time.
+        STEP: gl.constexpr = min(WIDTH, 32)
+        for at in gl.static_range(0, WIDTH, STEP):
+            cols = first + at + gl.arange(0, STEP, cols_at)
+            values = gl.load(rows + cols[None, :] * stride, mask=valid, other=0.0)
+            to.slice(at, STEP, 1).store(values.to(to.dtype))
+
+
+@gluon.jit
+def _announce(bar, COPIED: gl.constexpr):
+    """Let the readers go on, once all that was brought is there."""
+    if COPIED:
         # Every copying thread adds itself to those that the barrier waits for.
         async_copy.mbarrier_arrive(bar, increment_count=True)
-        gl.thread_barrier()
-        mbarrier.arrive(bar, count=1)
+    else:
+        fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(bar, count=1)
 
 
 @gluon.jit
