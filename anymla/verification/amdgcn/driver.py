@@ -21,7 +21,7 @@ from anymla.errors import AnyMLAError, InvalidInput
 from anymla.hardware import probe
 from anymla.hardware.arches import ARCHES, Arch
 from anymla.verification.amdgcn.checks import Fault
-from anymla.verification.amdgcn.machine import Machine
+from anymla.verification.amdgcn.machine import MOST_STEPS, Machine
 from anymla.verification.amdgcn.memory import Memory
 from anymla.verification.amdgcn.program import Program, packed, program
 
@@ -69,6 +69,7 @@ class Emulator:
         orders: Of the waves; each launch is run in every one, and must give the same bits.
         execute: Whether to run kernels, or only to compile them and check their LDS.
         edit: Changes a kernel before it is run, for tests of the checks.
+        most: Steps of a batch after which a kernel is said not to end.
         launches: What was run.
         binary_ext: What Triton calls the code that it hands over.
         assembly: Of the kernel that Triton is about to load.
@@ -78,6 +79,7 @@ class Emulator:
     orders: Sequence[str] = ("lockstep",)
     execute: bool = True
     edit: Callable[[Program], Program] | None = None
+    most: int = MOST_STEPS
     launches: list[Launched] = field(default_factory=list)
     binary_ext: str = "hsaco"
     assembly: str = ""
@@ -177,6 +179,7 @@ class Launcher:
                 shared_bytes=self.metadata.shared,
                 num_warps=self.metadata.num_warps,
                 order=order,
+                most=emulator.most,
             )
             outcomes.append({pointer: array.copy() for pointer, array in before.items()})
         for order, outcome in zip(emulator.orders[1:], outcomes[1:], strict=True):

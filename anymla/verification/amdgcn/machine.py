@@ -27,6 +27,9 @@ ORDERS = ("lockstep", "forward", "reverse", "clock")
 clock: by a crude clock, for hand-written code that reuses LDS without a barrier because the readers are long
 done; a race is then a note, since what depends on the clock is undecided."""
 
+MOST_STEPS = 20_000_000
+"""Steps of groups of waves after which a kernel is said not to end: minutes."""
+
 Run = Callable[["Machine"], None]
 Landing = Callable[["Machine", Array], None]
 
@@ -44,6 +47,7 @@ class Step:
             the first two where a mask chooses them, "upward" not from an upper half of a pair to a lower
             one, "" not at all or by itself.
         lower: Of "upward", the sources of the first register written.
+        halves: Of a dual instruction.
         flow: "" for one that goes on behind itself, else "branch", "barrier" or "end".
         target: Of a branch.
         ticks: Of the crude clock.
@@ -61,6 +65,7 @@ class Step:
     ticks: int = 4
     touches: frozenset[int] = field(default_factory=frozenset)
     lower: tuple[int, ...] = ()
+    halves: "tuple[Step, ...]" = ()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -160,6 +165,7 @@ class Machine:
         lanes: Of a wave.
         memory, shared: Global memory and LDS.
         counts: How often each step was executed, by any wave.
+        total: Steps of groups so far.
         notes: What is undecided.
         taken: Whether each wave of the group takes the branch that was just executed.
         has_source: In a DPP instruction, the lanes whose source is there.
@@ -192,6 +198,7 @@ class Machine:
         self.scratch = np.full((self.num_waves, self.lanes, launch.scratch // 4), GARBAGE, U32)
         self.journal = Journal(self.shared.num_bytes, self.wave_of)
         self.counts = [0] * len(launch.steps)
+        self.total = 0
         self.notes: set[str] = set()
         self._waiting: list[Group] = []
         self._carried: list[Access] = []
@@ -292,7 +299,7 @@ class Machine:
         # Scalar loads come back in any order, so that only waiting for all of them says something.
         if (
             most
-            and counter == "lgkmcnt"
+            and counter in ("lgkmcnt", "kmcnt")
             and any(flight.registers and flight.registers[0] < SCALARS for flight in counted)
         ):
             return
@@ -327,7 +334,7 @@ class Machine:
 
     # The loop.
 
-    def run(self, most: int = 50_000_000) -> None:
+    def run(self, most: int = MOST_STEPS) -> None:
         """Execute every wave to its end.
 
         Args:
@@ -346,7 +353,7 @@ class Machine:
                 groups = self._merged(groups)
                 index = min(range(len(groups)), key=lambda i: self._priority(groups[i]))
                 group = groups.pop(index)
-                if sum(self.counts) > most * self.num_waves:
+                if self.total > most:
                     raise self.fault(f"it does not end within {most} steps", int(group.waves[0]))
                 groups += self._advance(group, min((g.clock for g in groups), default=None))
             self._end_of_epoch()
@@ -431,28 +438,29 @@ class Machine:
                     f"{self._named(register)} is used before its load was waited for", group.waves[0]
                 )
             if not partial.isdisjoint(step.touches):
-                self._watch(step)
+                for part in step.halves or (step,):
+                    self._watch(part)
             counts[pc] += size
             group.clock += step.ticks
             pc += 1
-            if not step.flow:
-                try:
-                    step.run(self)
-                except BadAccess as bad:
-                    wave, lane = bad.place
-                    raise self.fault(bad.what, self.waves[wave], lane, bad.address) from None
-                if pc in leaders or (limit is not None and group.clock > limit):
-                    group.pc = pc
-                    return [group]
-                continue
-            group.pc = pc
-            if step.flow == "end":
-                return []
-            if step.flow == "barrier":
-                self._waiting.append(group)
-                self._carried += [access for flight in group.flights for access in flight.accesses]
-                return []
-            return self._branch(group, step)
+            if step.flow:
+                break
+            try:
+                step.run(self)
+            except BadAccess as bad:
+                wave, lane = bad.place
+                raise self.fault(bad.what, self.waves[wave], lane, bad.address) from None
+            if pc in leaders or (limit is not None and group.clock > limit):
+                break
+        self.total += pc - group.pc
+        group.pc = pc
+        if step.flow == "end":
+            return []
+        if step.flow == "barrier":
+            self._waiting.append(group)
+            self._carried += [access for flight in group.flights for access in flight.accesses]
+            return []
+        return self._branch(group, step) if step.flow else [group]
 
     def _branch(self, group: Group, step: Step) -> list[Group]:
         step.run(self)

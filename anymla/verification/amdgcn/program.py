@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from anymla.hardware.arches import ARCHES
 from anymla.verification.amdgcn.instructions import decode
-from anymla.verification.amdgcn.machine import SCALARS, Launch, Machine, Step
+from anymla.verification.amdgcn.machine import MOST_STEPS, SCALARS, Launch, Machine, Step
 from anymla.verification.amdgcn.memory import Memory
-from anymla.verification.amdgcn.parse import Text, Unknown, parse
+from anymla.verification.amdgcn.parse import TTMP, Text, Unknown, parse
 
 WAVES_A_BATCH = 256
 """Waves whose registers are held at once, at most, unless one workgroup has more."""
@@ -55,7 +55,7 @@ class Program:
         """
         text = parse(assembly)
         vectors = _most(text, "v")
-        steps = decode(text, ARCHES[chip], SCALARS + vectors)
+        steps = decode(text, chip, SCALARS + vectors)
         scratch = text.descriptor.get("private_segment_fixed_size", 0)
         if scratch and text.descriptor.get("user_sgpr_private_segment_buffer"):
             raise Unknown(f"program {text.name} got scratch in a buffer; needs flat scratch")
@@ -80,6 +80,7 @@ class Program:
         shared_bytes: int,
         num_warps: int,
         order: str = "lockstep",
+        most: int = MOST_STEPS,
     ) -> list[Machine]:
         """Run a grid of workgroups, batch by batch.
 
@@ -90,6 +91,7 @@ class Program:
             shared_bytes: LDS of a workgroup.
             num_warps: Waves of a workgroup.
             order: One of ORDERS.
+            most: Steps of a batch after which the kernel is said not to end.
 
         Returns:
             The machine of each batch after its end.
@@ -112,7 +114,7 @@ class Program:
                 self.launch, memory, everyone[first : first + share], num_warps, shared_bytes, order
             )
             self._begin(machine, address)
-            machine.run()
+            machine.run(most)
             machines.append(machine)
         return machines
 
@@ -135,6 +137,9 @@ class Program:
         machine.set_scalar(pointer, kernel_arguments & 0xFFFFFFFF)
         machine.set_scalar(pointer + 1, kernel_arguments >> 32)
         workgroups = machine.workgroups[machine.workgroup_of].astype(np.uint32)
+        if self.chip.startswith("gfx12"):
+            machine.set_scalar(TTMP + 9, workgroups[:, 0])
+            machine.set_scalar(TTMP + 7, workgroups[:, 1] | workgroups[:, 2] << np.uint32(16))
         after = fields.get("user_sgpr_count", pointer + 2)
         for axis, name in enumerate("xyz"):
             if fields.get(f"system_sgpr_workgroup_id_{name}", int(axis == 0)):
@@ -150,7 +155,8 @@ def _nothing(machine: Machine) -> None:
 
 def _most(text: Text, kind: str) -> int:
     """Registers of a kind, at least one."""
-    used = [o.index + o.count for i in text.instructions for o in i.operands if o.kind == kind]
+    written = [half for i in text.instructions for half in (i, i.second) if half is not None]
+    used = [o.index + o.count for i in written for o in i.operands if o.kind == kind]
     return max(used, default=1)
 
 

@@ -71,6 +71,23 @@ SCALAR = {
     "s_pack_ll_b32_b16": [((0x11112222, 0x33334444), 0x44442222)],
     "s_pack_lh_b32_b16": [((0x11112222, 0x33334444), 0x33332222)],
     "s_pack_hh_b32_b16": [((0x11112222, 0x33334444), 0x33331111)],
+    "s_add_nc_u64": [((1 << 40, M64), (1 << 40) - 1)],
+    "s_sub_nc_u64": [((0, 1), M64)],
+    "s_mul_u64": [((1 << 33, 3), 3 << 33)],
+    "s_add_f32": [((1.5, 2.25), 3.75)],
+    "s_sub_f32": [((1.5, 2.25), -0.75)],
+    "s_mul_f32": [((1.5, 2.5), 3.75)],
+    "s_max_num_f32": [((NAN, 2.0), 2.0)],
+    "s_min_num_f32": [((1.0, 2.0), 1.0)],
+    "s_fmac_f32": [((2.0, 3.0, 4.0), 10.0)],
+    "s_fmaak_f32": [((2.0, 3.0, 4.0), 10.0)],
+    "s_cvt_f32_u32": [((M32,), 2.0**32)],
+    "s_cvt_f32_i32": [((-3,), -3.0)],
+    "s_cvt_u32_f32": [((1.9,), 1), ((-1.0,), 0)],
+    "s_cvt_i32_f32": [((-1.9,), -1)],
+    "v_s_exp_f32": [((3.0,), 8.0)],
+    "v_s_log_f32": [((8.0,), 3.0)],
+    "v_s_rcp_f32": [((4.0,), 0.25)],
     "s_cmp_eq_u64": [((1 << 40, 1 << 40), True), ((1 << 40, 0), False)],
     "s_cmp_lg_u64": [((1 << 40, 1 << 40), False), ((1 << 40, 0), True)],
 }
@@ -160,6 +177,10 @@ INTEGERS = {
     "v_max3_u32": [((5, M32, 3), M32)],
     "v_min3_i32": [((5, -1, 3), -1)],
     "v_max3_i32": [((5, -1, 3), 5)],
+    "v_maxmin_i32": [((-5, 2, 1), 1), ((-5, -2, 1), -2)],
+    "v_minmax_i32": [((-5, 2, 1), 1), ((3, 2, 1), 2)],
+    "v_maxmin_u32": [((5, M32, 7), 7)],
+    "v_minmax_u32": [((5, M32, 7), 7), ((9, M32, 7), 9)],
     "v_med3_u32": [((5, M32, 3), 5)],
     "v_med3_i32": [((5, -1, 3), 3)],
     "v_add3_u32": [((M32, 2, 3), 4)],
@@ -294,6 +315,8 @@ for _kind in ("f16", "f32", "f64"):
                 _says = not _says if _name in _NEGATED else _says
             _cases.append(((_a, _b), _says))
         FLOATS[f"v_cmp_{_name}_{_kind}"] = _cases
+        if _kind == "f32" and _name != "f":
+            SCALAR[f"s_cmp_{_name}_f32"] = _cases
 for _kind in ("i16", "u16", "i32", "u32", "i64", "u64"):
     for _name in ("lt", "eq", "le", "gt", "ge", "ne"):
         _do = COMPARE["lg" if _name == "ne" else _name]
@@ -407,6 +430,25 @@ def test_a_row_does_what_its_name_says(mnemonic, given, expected):
     for position, (kind, value) in enumerate(zip(spec.destinations, results, strict=True)):
         got = read(kind, after, 2 + 2 * position, vector)
         assert same(kind, got, value), f"{mnemonic} {given} gave {got:#x} for {kind} {value}"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("v_dual_mov_b32 v2, v3 :: v_dual_mov_b32 v3, v2", [0x40000000, 0x3F800000]),
+        ("v_dual_add_f32 v2, v2, v3 :: v_dual_mul_f32 v3, 2.0, v2", [0x40400000, 0x40000000]),
+        ("v_dual_cndmask_b32 v2, 0, v3 :: v_dual_add_nc_u32 v3, 1, v2", [0x40000000, 0x3F800001]),
+        ("v_dual_fmac_f32 v2, v3, v3 :: v_dual_lshlrev_b32 v3, 1, v2", [0x40A00000, 0x7F000000]),
+    ],
+)
+def test_two_instructions_at_once_read_before_either_writes(text, expected):
+    after = execute(f"  {text}", v={2: bits("f32", 1.0), 3: bits("f32", 2.0)}, vcc=M32, chip="gfx1100")
+    assert [after.v(2)[7], after.v(3)[7]] == expected
+
+
+def test_rdna_compares_into_the_execution_mask_alone():
+    after = execute("  v_cmpx_lt_u32_e32 v10, v12", v={10: list(range(32)), 12: 4}, chip="gfx1100")
+    assert after.s(126) == 0b1111
 
 
 @pytest.mark.parametrize(

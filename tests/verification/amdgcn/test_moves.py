@@ -8,7 +8,7 @@ from execute import execute, f32, prepared
 from anymla.verification.amdgcn.checks import Fault
 from anymla.verification.amdgcn.instructions import GROUPS
 from anymla.verification.amdgcn.instructions.control import IGNORED, Ignored
-from anymla.verification.amdgcn.instructions.matrix import Mfma
+from anymla.verification.amdgcn.instructions.matrix import Mfma, Wmma
 from anymla.verification.amdgcn.instructions.moves import Load, LoadToShared, ScalarLoad, Store
 from anymla.verification.amdgcn.instructions.shared import SharedLoad, SharedStore
 from anymla.verification.amdgcn.memory import Memory
@@ -72,11 +72,11 @@ def of(kind, prefix):
 
 
 def test_every_row_is_tested_here():
-    tested = {Load, Store, LoadToShared, ScalarLoad, SharedLoad, SharedStore, Mfma, Ignored}
+    tested = {Load, Store, LoadToShared, ScalarLoad, SharedLoad, SharedStore, Mfma, Wmma, Ignored}
     flow = {
         "s_branch", "s_cbranch_scc0", "s_cbranch_scc1", "s_cbranch_vccz", "s_cbranch_vccnz",
         "s_cbranch_execz",
-        "s_cbranch_execnz", "s_endpgm", "s_barrier", "s_waitcnt", "s_waitcnt_vscnt", "s_wait_loadcnt",
+        "s_cbranch_execnz", "s_endpgm", "s_barrier", "s_barrier_wait", "s_waitcnt", "s_waitcnt_vscnt", "s_wait_loadcnt",
         "s_wait_storecnt", "s_wait_dscnt", "s_wait_kmcnt", "s_wait_loadcnt_dscnt", "s_wait_storecnt_dscnt",
         "s_setreg_imm32_b32",
     }  # fmt: skip
@@ -276,6 +276,49 @@ def test_matrices_are_multiplied(mnemonic):
     product = a @ b.T + c
     for r in range(count):
         assert after.a(r) == [f32(float(product[where[r, lane]])) for lane in range(64)]
+
+
+@pytest.mark.parametrize("chip", ["gfx1100", "gfx1201"])
+@pytest.mark.parametrize("mnemonic", of(Wmma, ""))
+def test_matrices_are_multiplied_by_waves_of_32(mnemonic, chip):
+    kinds, newer = ROWS[mnemonic].kinds, chip == "gfx1201"
+    rng = np.random.default_rng(1)
+    a, b, c = (rng.integers(-3, 4, (16, 16)).astype(np.float32) for _ in range(3))
+
+    def held(matrix, kind: str) -> np.ndarray:
+        lanes = [matrix[i % 16, i // 16 * 8 :][:8] if newer else matrix[i % 16] for i in range(32)]
+        raw = torch.tensor(np.stack(lanes)).to(FORMATS[kind]).view(torch.uint8).numpy()
+        return np.ascontiguousarray(raw).view(np.uint32).T
+
+    left, right = held(a, kinds[0]), held(b, kinds[1])
+    where = {
+        (r, i): (r + 8 * (i // 16) if newer else 2 * r + i // 16, i % 16) for r in range(8) for i in range(32)
+    }
+    sums = {50 + r: [f32(float(c[where[r, i]])) for i in range(32)] for r in range(8)}
+    v = (
+        {10 + n: words for n, words in enumerate(left)}
+        | {30 + n: words for n, words in enumerate(right)}
+        | sums
+    )
+    spans = ", ".join(f"v[{n}:{n + len(words) - 1}]" for n, words in ((10, left), (30, right)))
+    after = execute(f"  {mnemonic} v[50:57], {spans}, v[50:57]", v=v, chip=chip)
+    product = a @ b.T + c
+    for r in range(8):
+        assert after.v(50 + r) == [f32(float(product[where[r, i]])) for i in range(32)]
+
+
+def test_a_barrier_of_two_halves_is_one():
+    text = """
+  v_lshlrev_b32 v1, 2, v0
+  ds_store_b32 v1, v0
+  s_wait_dscnt 0x0
+  s_barrier_signal -1
+  s_barrier_wait -1
+  v_xor_b32 v2, 128, v1
+  ds_load_b32 v3, v2
+  s_wait_dscnt 0x0"""
+    after = execute(text, waves=2, shared=256, chip="gfx1201")
+    assert after.v(3) == list(range(32, 64))
 
 
 def test_the_fast_product_of_fp32_sees_ten_bits():

@@ -118,7 +118,7 @@ IGNORED = (
     "s_inst_prefetch", "s_set_inst_prefetch_distance", "s_clause", "s_delay_alu", "s_code_end",
     "s_sendmsg", "s_waitcnt_depctr", "s_wait_alu", "s_sched_barrier", "s_ttracedata", "s_incperflevel",
     "s_decperflevel", "s_version", "v_nop", "buffer_wbl2", "buffer_inv", "buffer_gl0_inv", "buffer_gl1_inv",
-    "global_inv", "global_wb", "global_wbinv",
+    "global_inv", "global_wb", "global_wbinv", "s_barrier_signal",
 )  # fmt: skip
 
 _SCC: Condition = lambda m: m.scc  # noqa: E731
@@ -133,6 +133,7 @@ ROWS: tuple[Row, ...] = (
     Branch("s_cbranch_execnz", _any_bit(EXEC), EXEC, True),
     Flow("s_endpgm", "end"),
     Flow("s_barrier", "barrier"),
+    Flow("s_barrier_wait", "barrier"),
     Wait("s_waitcnt"),
     Wait("s_waitcnt_vscnt", ("vscnt",)),
     Wait("s_wait_loadcnt", ("vmcnt",)),

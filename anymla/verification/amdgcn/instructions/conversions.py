@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from anymla.verification.amdgcn.formats import f32_to_bf16, f32_to_fp8, fp8_values
-from anymla.verification.amdgcn.instructions.floats import exponent, fma
+from anymla.verification.amdgcn.instructions.floats import exponent
 from anymla.verification.amdgcn.instructions.rows import (
     F16,
     F32,
@@ -23,6 +23,7 @@ from anymla.verification.amdgcn.instructions.rows import (
     source,
     step,
 )
+from anymla.verification.amdgcn.instructions.scalar import fma
 from anymla.verification.amdgcn.machine import SCALARS, Machine, Run, Step
 from anymla.verification.amdgcn.parse import Operand, Unknown
 

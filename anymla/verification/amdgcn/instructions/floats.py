@@ -6,28 +6,9 @@ from typing import Any
 import numpy as np
 
 from anymla.verification.amdgcn.formats import f32_to_bf16, f32_to_f16_toward_zero
-from anymla.verification.amdgcn.instructions.rows import F16, F32, F64, I64, U16, U32, Row
+from anymla.verification.amdgcn.instructions.rows import F16, F32, F64, U16, U32, Row
+from anymla.verification.amdgcn.instructions.scalar import UNORDERED, fma, to_integer
 from anymla.verification.amdgcn.instructions.vector import Vector
-
-
-def fma(a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded to fp32 once.
-
-    The product is exact in fp64; where the sum is not, rounding it to odd keeps the second rounding right.
-    """
-    product, c = np.multiply(a, b, dtype=F64), np.asarray(c, F64)
-    total = product + c
-    # What the sum lost, by Knuth's two-sum.
-    back = total - product
-    lost = (product - (total - back)) + (c - back)
-    bits = np.atleast_1d(total).view(I64)
-    even_and_inexact = (np.atleast_1d(lost) != 0) & (bits & 1 == 0) & np.isfinite(np.atleast_1d(total))
-    if even_and_inexact.any():
-        # One unit towards what was lost.
-        away = (np.atleast_1d(lost) > 0) == (np.atleast_1d(total) > 0)
-        bits = np.where(even_and_inexact, bits + np.where(away, 1, -1), bits)
-        total = bits.view(F64).reshape(np.shape(total))
-    return total.astype(F32)
 
 
 def _exact(operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -80,13 +61,6 @@ def _class(a: Any, classes: Any) -> Any:
     return (classes >> number.astype(U32) & U32(1)).astype(bool)
 
 
-def _to_integer(low: int, high: int, rounding: Callable[..., Any] = np.trunc) -> Callable[..., Any]:
-    """Rounded and saturated; NaN becomes 0."""
-    return lambda a: np.clip(
-        np.nan_to_num(rounding(a.astype(F64)), nan=0.0, posinf=high, neginf=low), low, high
-    ).astype(I64)
-
-
 def _two_halves(convert: Callable[[Any], Any]) -> Callable[..., Any]:
     return lambda a, b: convert(a).astype(U32) | convert(b).astype(U32) << U32(16)
 
@@ -103,14 +77,7 @@ COMPARE: dict[str, Callable[[Any, Any], Any]] = {
     "gt": lambda a, b: a > b,
     "lg": lambda a, b: (a < b) | (a > b),
     "ge": lambda a, b: a >= b,
-    "o": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
-    "u": lambda a, b: np.isnan(a) | np.isnan(b),
-    "nge": lambda a, b: ~(a >= b),
-    "nlg": lambda a, b: ~((a < b) | (a > b)),
-    "ngt": lambda a, b: ~(a > b),
-    "nle": lambda a, b: ~(a <= b),
-    "neq": lambda a, b: ~(a == b),
-    "nlt": lambda a, b: ~(a < b),
+    **UNORDERED,
 }
 """What a comparison of floats is called."""
 
@@ -207,8 +174,8 @@ ROWS: tuple[Row, ...] = (
     ),
     Vector("v_cvt_f32_i32", "f32 <- i32", lambda a: a.astype(F32)),
     Vector("v_cvt_f32_u32", "f32 <- u32", lambda a: a.astype(F32)),
-    Vector("v_cvt_i32_f32", "i32 <- f32", _to_integer(-(2**31), 2**31 - 1)),
-    Vector("v_cvt_u32_f32", "u32 <- f32", _to_integer(0, 2**32 - 1)),
+    Vector("v_cvt_i32_f32", "i32 <- f32", to_integer(-(2**31), 2**31 - 1)),
+    Vector("v_cvt_u32_f32", "u32 <- f32", to_integer(0, 2**32 - 1)),
     *(
         Vector(f"v_cvt_f32_ubyte{n}", "f32 <- u32", lambda a, n=n: (a >> U32(8 * n) & U32(0xFF)).astype(F32))
         for n in range(4)

@@ -133,8 +133,12 @@ ROWS: tuple[Row, ...] = (
     Vector("v_mul_i32_i24", "i32 <- i24 i24", lambda a, b: a * b),
     Vector("v_mad_u32_u24", "u32 <- u24 u24 u32", lambda a, b, c: a * b + c),
     Vector("v_mad_i32_i24", "i32 <- i24 i24 i32", lambda a, b, c: a * b + c),
-    Vector("v_mad_u64_u32", "u64 mask <- u32 u32 u64", _wide_multiply_add(U64), "upward"),
-    Vector("v_mad_i64_i32", "i64 mask <- i32 i32 i64", _wide_multiply_add(I64), "upward"),
+    Vector(
+        "v_mad_u64_u32", "u64 mask <- u32 u32 u64", _wide_multiply_add(U64), "upward", ("v_mad_co_u64_u32",)
+    ),
+    Vector(
+        "v_mad_i64_i32", "i64 mask <- i32 i32 i64", _wide_multiply_add(I64), "upward", ("v_mad_co_i64_i32",)
+    ),
     Vector("v_lshlrev_b32", "u32 <- u32 u32", _shift_left),
     Vector("v_lshrrev_b32", "u32 <- u32 u32", _shift_right),
     Vector("v_ashrrev_i32", "i32 <- u32 i32", _shift_right),
@@ -160,6 +164,10 @@ ROWS: tuple[Row, ...] = (
     Vector("v_max3_u32", "u32 <- u32 u32 u32", _three(np.maximum)),
     Vector("v_min3_i32", "i32 <- i32 i32 i32", _three(np.minimum)),
     Vector("v_max3_i32", "i32 <- i32 i32 i32", _three(np.maximum)),
+    Vector("v_maxmin_i32", "i32 <- i32 i32 i32", lambda a, b, c: np.minimum(np.maximum(a, b), c)),
+    Vector("v_minmax_i32", "i32 <- i32 i32 i32", lambda a, b, c: np.maximum(np.minimum(a, b), c)),
+    Vector("v_maxmin_u32", "u32 <- u32 u32 u32", lambda a, b, c: np.minimum(np.maximum(a, b), c)),
+    Vector("v_minmax_u32", "u32 <- u32 u32 u32", lambda a, b, c: np.maximum(np.minimum(a, b), c)),
     Vector("v_med3_u32", "u32 <- u32 u32 u32", _median),
     Vector("v_med3_i32", "i32 <- i32 i32 i32", _median),
     Vector("v_add3_u32", "u32 <- u32 u32 u32", lambda a, b, c: a + b + c),

@@ -120,6 +120,9 @@ class Lanes(Row):
         destinations = operands if self.exchanges else operands[:1]
         fetches = [dword(operand, context) for operand in sources]
         numbers = [context.register(operand) - SCALARS for operand in destinations]
+        if self.mnemonic.startswith("v_permlane"):
+            # Whether lanes that do not execute may be sources: all execute where compilers use it.
+            context.taken("op_sel")
         semantics = self.semantics(context) if self.mnemonic == "ds_swizzle_b32" else self.semantics
         extra = (context.number("offset"),) if self.mnemonic in ("ds_bpermute_b32", "ds_permute_b32") else ()
         counter = "lgkmcnt" if self.mnemonic.startswith("ds_") else ""

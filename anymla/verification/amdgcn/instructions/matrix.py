@@ -121,6 +121,51 @@ class Mfma(Row):
         return step(run, context, reads, numbers_of(context, [target]), spread="all", ticks=ticks)
 
 
+@dataclass(frozen=True)
+class Wmma(Row):
+    """D = A B + C of 16 x 16 x 16 on a wave of 32 lanes, in fp32.
+
+    Generation 11: lane l holds all of row l % 16 of A (column of B), twice; of D column l % 16, in register r
+    the row 2 r + l / 16. Generation 12: lane l holds half l / 16 of K; of D, in register r the row
+    r + 8 (l / 16).
+
+    Attributes:
+        kinds: Of A and of B, keys of ELEMENTS.
+    """
+
+    kinds: tuple[str, str]
+
+    def decode(self, context: Context) -> Step:
+        target, left, right, added = context.instruction.operands
+        newer, flavour = context.generation >= 12, context.chip.fp8_flavour
+        first, second = (context.register(o) - SCALARS for o in (left, right))
+        result = context.register(target) - SCALARS
+        third = context.register(added) - SCALARS if added.kind == "v" else -1
+
+        def matrix(m: Machine, number: int, words: int, kind: str) -> Array:
+            """[waves, 16, 16], rows and K."""
+            values = ELEMENTS[kind](_registers(m, number, words), flavour)
+            if newer:
+                parts = values.reshape(len(m.waves), 2, 16, 8)
+                return parts.transpose(0, 2, 1, 3).reshape(len(m.waves), 16, 16)
+            return values[:, :16]
+
+        def run(m: Machine) -> None:
+            a = matrix(m, first, left.count, self.kinds[0])
+            b = matrix(m, second, right.count, self.kinds[1])
+            product = np.matmul(a, b.swapaxes(1, 2)).astype(F32)
+            waves = len(m.waves)
+            if newer:
+                rows = product.reshape(waves, 2, 8, 16).transpose(2, 0, 1, 3)
+            else:
+                rows = product.reshape(waves, 8, 2, 16).transpose(1, 0, 2, 3)
+            sums = rows.reshape(8, waves, 32) + _sums(m, added, third, 8)
+            m.put_all(result, sums.astype(F32).view(U32))
+
+        reads = numbers_of(context, [left, right, added])
+        return step(run, context, reads, numbers_of(context, [target]), spread="all", ticks=32)
+
+
 _EIGHT_BITS = [(a, b) for a in ("fp8", "bf8") for b in ("fp8", "bf8")]
 
 ROWS: tuple[Row, ...] = (
@@ -140,4 +185,6 @@ ROWS: tuple[Row, ...] = (
     *(Mfma(f"v_mfma_f32_32x32x16_{a}_{b}", 32, 16, (a, b)) for a, b in _EIGHT_BITS),
     Mfma("v_mfma_f32_16x16x128_f8f6f4", 16, 128, None),
     Mfma("v_mfma_f32_32x32x64_f8f6f4", 32, 64, None),
+    *(Wmma(f"v_wmma_f32_16x16x16_{kind}", (kind, kind)) for kind in ("bf16", "f16")),
+    *(Wmma(f"v_wmma_f32_16x16x16_{a}_{b}", (a, b)) for a, b in _EIGHT_BITS),
 )

@@ -355,7 +355,7 @@ class ScalarLoad(Row):
             found = m.memory.load(where[:, None], None, 4 * words, 4)[:, 0]
             for word in range(words):
                 m.put_scalar(first + word, found[:, word])
-            m.fly("lgkmcnt", writes)
+            m.fly("kmcnt" if context.generation >= 12 else "lgkmcnt", writes)
 
         return step(run, context, (), writes, trusts=numbers_of(context, [base, offset]), spread="")
 

@@ -50,19 +50,26 @@ class Context:
     """What decoding an instruction needs to know.
 
     Attributes:
-        chip: Facts of the chip.
+        name: Of the chip.
+        chip: Facts of it.
         lanes: Of a wave.
         accumulators: The register number of a0.
         instruction: Which.
         left: Modifiers that nothing has asked for yet; what is left in the end is refused.
     """
 
+    name: str
     chip: Arch
     lanes: int
     accumulators: int
     instruction: Instruction
     labels: dict[str, int] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def generation(self) -> int:
+        """Of the instruction set: 9 for CDNA, 11 and 12 for RDNA."""
+        return int(self.name.removeprefix("gfx")[:-2], 16 if self.name.endswith("a") else 10)
 
     def register(self, operand: Operand, step: int = 0) -> int:
         """The number of a register of an operand."""
@@ -191,8 +198,8 @@ def constant(operand: Operand, kind: str) -> Array:
 
 
 def dword(operand: Operand, context: Context, step: int = 0, kind: str = "b32", vector: bool = True) -> Fetch:
-    """Fetches uint32 of a 32-bit register of an operand."""
-    if operand.kind in ("int", "float"):
+    """Fetches uint32 of a 32-bit register of an operand; null is 0."""
+    if operand.kind in ("int", "float") or operand.text == "null":
         value = constant(operand, kind)
         return lambda m: value
     register = context.register(operand, step)

@@ -1,12 +1,14 @@
 """SOP1, SOP2, SOPK, SOPC: arithmetic on one value a wave."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from anymla.verification.amdgcn.instructions.rows import (
+    F32,
+    F64,
     I32,
     I64,
     U32,
@@ -30,6 +32,10 @@ class Scalar(Row):
 
     operands: str
     semantics: Callable[..., Any]
+    also: tuple[str, ...] = ()
+
+    def forms(self) -> Sequence[str]:
+        return (self.mnemonic, *self.also)
 
     def decode(self, context: Context) -> Step:
         spec = Operands.read(self.operands)
@@ -127,6 +133,48 @@ def reversed_bits(a: Any) -> Array:
     return found
 
 
+def fma(a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded to fp32 once.
+
+    The product is exact in fp64; where the sum is not, rounding it to odd keeps the second rounding right.
+    """
+    product, c = np.multiply(a, b, dtype=F64), np.asarray(c, F64)
+    total = product + c
+    # What the sum lost, by Knuth's two-sum.
+    back = total - product
+    lost = np.atleast_1d((product - (total - back)) + (c - back))
+    whole = np.atleast_1d(total)
+    bits = whole.view(I64)
+    even_and_inexact = (lost != 0) & (bits & 1 == 0) & np.isfinite(whole)
+    if even_and_inexact.any():
+        # One unit towards what was lost.
+        away = np.where((lost > 0) == (whole > 0), 1, -1)
+        total = np.where(even_and_inexact, bits + away, bits).view(F64).reshape(np.shape(total))
+    return total.astype(F32)
+
+
+def to_integer(low: int, high: int) -> Callable[..., Any]:
+    """Cut off and saturated; NaN becomes 0."""
+
+    def convert(a: Any) -> Any:
+        whole = np.nan_to_num(np.trunc(a.astype(F64)), nan=0.0, posinf=high, neginf=low)
+        return np.clip(whole, low, high).astype(I64)
+
+    return convert
+
+
+UNORDERED: dict[str, Callable[[Any, Any], Any]] = {
+    "o": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+    "u": lambda a, b: np.isnan(a) | np.isnan(b),
+    "nge": lambda a, b: ~(a >= b),
+    "nlg": lambda a, b: ~((a < b) | (a > b)),
+    "ngt": lambda a, b: ~(a > b),
+    "nle": lambda a, b: ~(a <= b),
+    "neq": lambda a, b: ~(a == b),
+    "nlt": lambda a, b: ~(a < b),
+}
+"""Comparisons of floats that are told apart by a NaN."""
+
 COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "eq": lambda a, b: a == b,
     "lg": lambda a, b: a != b,
@@ -158,22 +206,51 @@ def _saveexec(operation: Callable[..., Any]) -> Callable[..., Any]:
     return save
 
 
+_NEWER = {"andn2": ("and_not1",), "orn2": ("or_not1",)}
+"""What RDNA calls an operation."""
+
 ROWS: tuple[Row, ...] = (
+    Scalar("s_add_nc_u64", "u64 <- u64 u64", lambda a, b: a + b),
+    Scalar("s_sub_nc_u64", "u64 <- u64 u64", lambda a, b: a - b),
+    Scalar("s_mul_u64", "u64 <- u64 u64", lambda a, b: a * b),
+    Scalar("s_add_f32", "f32 <- f32 f32", lambda a, b: a + b),
+    Scalar("s_sub_f32", "f32 <- f32 f32", lambda a, b: a - b),
+    Scalar("s_mul_f32", "f32 <- f32 f32", lambda a, b: a * b),
+    Scalar("s_max_num_f32", "f32 <- f32 f32", np.fmax, ("s_max_f32",)),
+    Scalar("s_min_num_f32", "f32 <- f32 f32", np.fmin, ("s_min_f32",)),
+    Scalar("s_fmac_f32", "f32 <- f32 f32 ~f32", fma),
+    Scalar("s_fmaak_f32", "f32 <- f32 f32 f32", fma, ("s_fmamk_f32",)),
+    Scalar("s_cvt_f32_u32", "f32 <- u32", lambda a: a.astype(F32)),
+    Scalar("s_cvt_f32_i32", "f32 <- i32", lambda a: a.astype(F32)),
+    Scalar("s_cvt_u32_f32", "u32 <- f32", to_integer(0, 2**32 - 1)),
+    Scalar("s_cvt_i32_f32", "i32 <- f32", to_integer(-(2**31), 2**31 - 1)),
+    Scalar("v_s_exp_f32", "f32 <- f32", lambda a: np.exp2(a.astype(F64))),
+    Scalar("v_s_log_f32", "f32 <- f32", lambda a: np.log2(a.astype(F64))),
+    Scalar("v_s_rcp_f32", "f32 <- f32", lambda a: 1 / a.astype(F64)),
+    *(
+        Scalar(f"s_cmp_{name}_f32", "@scc <- f32 f32", compare)
+        for name, compare in {**COMPARISONS, **UNORDERED, "lg": lambda a, b: (a < b) | (a > b)}.items()
+    ),
     Scalar("s_mov_b32", "u32 <- u32", lambda a: a),
     Scalar("s_mov_b64", "u64 <- u64", lambda a: a),
     Scalar("s_movk_i32", "i32 <- simm", lambda a: a),
     Scalar("s_cmov_b32", "u32 <- u32 ~u32 @scc", lambda a, old, scc: np.where(scc, a, old)),
     Scalar("s_cselect_b32", "u32 <- u32 u32 @scc", lambda a, b, scc: np.where(scc, a, b)),
     Scalar("s_cselect_b64", "u64 <- u64 u64 @scc", lambda a, b, scc: np.where(scc, a, b)),
-    Scalar("s_add_u32", "u32 @scc <- u32 u32", _add),
-    Scalar("s_sub_u32", "u32 @scc <- u32 u32", _sub),
-    Scalar("s_addc_u32", "u32 @scc <- u32 u32 @scc", lambda a, b, c: _carried(sum(_exact(a, b, c)))),
+    Scalar("s_add_u32", "u32 @scc <- u32 u32", _add, ("s_add_co_u32",)),
+    Scalar("s_sub_u32", "u32 @scc <- u32 u32", _sub, ("s_sub_co_u32",)),
+    Scalar(
+        "s_addc_u32",
+        "u32 @scc <- u32 u32 @scc",
+        lambda a, b, c: _carried(sum(_exact(a, b, c))),
+        ("s_add_co_ci_u32",),
+    ),
     Scalar(
         "s_subb_u32", "u32 @scc <- u32 u32 @scc", lambda a, b, c: _carried(a.astype(I64) - sum(_exact(b, c)))
     ),
-    Scalar("s_add_i32", "i32 @scc <- i32 i32", _add_signed),
-    Scalar("s_sub_i32", "i32 @scc <- i32 i32", _sub_signed),
-    Scalar("s_addk_i32", "i32 @scc <- ~i32 simm", _add_signed),
+    Scalar("s_add_i32", "i32 @scc <- i32 i32", _add_signed, ("s_add_co_i32",)),
+    Scalar("s_sub_i32", "i32 @scc <- i32 i32", _sub_signed, ("s_sub_co_i32",)),
+    Scalar("s_addk_i32", "i32 @scc <- ~i32 simm", _add_signed, ("s_addk_co_i32",)),
     Scalar("s_mulk_i32", "i32 <- ~i32 simm", lambda a, b: a * b),
     Scalar("s_mul_i32", "i32 <- i32 i32", lambda a, b: a * b),
     Scalar("s_mul_hi_u32", "u32 <- u32 u32", lambda a, b: (a.astype(U64) * b.astype(U64)) >> U64(32)),
@@ -217,12 +294,22 @@ ROWS: tuple[Row, ...] = (
     Scalar("s_pack_lh_b32_b16", "u32 <- u32 u32", lambda a, b: a & U32(0xFFFF) | b & U32(0xFFFF0000)),
     Scalar("s_pack_hh_b32_b16", "u32 <- u32 u32", lambda a, b: a >> U32(16) | b & U32(0xFFFF0000)),
     *(
-        Scalar(f"s_{name}_b{bits}", f"u{bits} @scc <- u{bits} u{bits}", nonzero(operation))
+        Scalar(
+            f"s_{name}_b{bits}",
+            f"u{bits} @scc <- u{bits} u{bits}",
+            nonzero(operation),
+            tuple(f"s_{newer}_b{bits}" for newer in _NEWER.get(name, ())),
+        )
         for name, operation in _LOGIC.items()
         for bits in (32, 64)
     ),
     *(
-        Scalar(f"s_{name}_saveexec_b{bits}", f"u{bits} @exec @scc <- u{bits} @exec", _saveexec(operation))
+        Scalar(
+            f"s_{name}_saveexec_b{bits}",
+            f"u{bits} @exec @scc <- u{bits} @exec",
+            _saveexec(operation),
+            tuple(f"s_{newer}_saveexec_b{bits}" for newer in _NEWER.get(name, ())),
+        )
         for name, operation in _LOGIC.items()
         for bits in (32, 64)
     ),

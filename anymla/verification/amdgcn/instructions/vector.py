@@ -51,12 +51,15 @@ class Vector(Row):
         return [name + form for name in plain_names for form in ("", "_sdwa", "_dpp")]
 
     def decode(self, context: Context) -> Step:
-        spec = Operands.read(self.operands)
+        spec, semantics = Operands.read(self.operands), self.semantics
+        if spec.destinations[-1] == "@exec" and len(context.instruction.operands) == len(spec.sources) - 1:
+            # RDNA writes the execution mask alone.
+            spec, semantics = Operands(("@exec",), spec.sources), lambda *values: self.semantics(*values)[1]
         destinations, sources = spec.assign(context)
         reads, writes = numbers_of(context, sources), numbers_of(context, destinations)
         mnemonic = context.instruction.mnemonic
         packed = any(kind.startswith("p") for kind in spec.destinations)
-        semantics = self.semantics if packed else _finished(self.semantics, spec.destinations, context)
+        semantics = semantics if packed else _finished(semantics, spec.destinations, context)
         if packed:
             run = _packed(self, spec, destinations, sources, context)
             return step(run, context, reads, writes, spread=self.spread)
