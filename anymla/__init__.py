@@ -29,6 +29,7 @@ _HOMES = {
     "anymla.contract": ("AttentionOutput", "Batch"),
     "anymla.errors": ("AnyMLAError", "BackendError", "InvalidInput", "NoBackend", "UnknownBackend"),
     "anymla.hardware.probe": ("Machine", "machine_named", "this_machine"),
+    "anymla.indices": ("quantise_queries", "to_slots"),
     "anymla.kv_cache": ("KV_FORMATS", "KVCache", "calibrate_scale", "open_cache"),
     "anymla.latent": ("absorb_q", "project_v", "split_kv_b"),
     "anymla.merge": ("apply_sinks", "merge"),
@@ -78,9 +79,11 @@ __all__ = [
     "plan_sparse_decode",
     "prefill",
     "project_v",
+    "quantise_queries",
     "sparse_decode",
     "split_kv_b",
     "this_machine",
+    "to_slots",
     "write_cache",
 ]
 

@@ -294,6 +294,7 @@ def write_cache(
     *,
     kv_format: str | None = None,
     k_scale: Tensor | None = None,
+    power_of_two: bool = False,
     backend: str = "auto",
     check: bool = False,
 ) -> None:
@@ -306,6 +307,8 @@ def write_cache(
         slot_mapping: [S] int64 slots, page * block_size + offset. -1 is skipped.
         kv_format: Name of a row of KV_FORMATS. None: the cache's dtype says it.
         k_scale: [1] fp32. Stored fp8 values are x / k_scale, saturated. Required with an fp8 cache.
+        power_of_two: Round the scales in a row (of index keys, of fp8_ds_mla) up to powers of two, as some
+            models are trained. Formats without such scales ignore it.
         backend: A registry name, or "auto" for the first that accepts. Never falls back.
         check: Read device tensors back to check their values; this syncs.
 
@@ -331,7 +334,7 @@ def write_cache(
     assert cache is not None
     problem = _facts("write_cache", kv_c, cache, num_heads=1)
     choice = select.choose(problem, plans.machine_of(kv_c.device), backend)
-    plans.module_of(choice).write_cache(contract.WriteArgs(kv_c, k_pe, cache, slot_mapping))
+    plans.module_of(choice).write_cache(contract.WriteArgs(kv_c, k_pe, cache, slot_mapping, power_of_two))
 
 
 def index_topk(
@@ -351,8 +354,9 @@ def index_topk(
     """Choose each query token's `topk` keys by the DSA index score, sum over heads of weight * relu(q·k).
 
     Args:
-        q: [T, H, D] fp32, bf16 or fp16 index queries; H index heads of width D.
-        weights: [T, H] fp32, may be negative. Every constant factor of the model is already in them.
+        q: [T, H, D] fp32, bf16, fp16 or fp8 index queries; H index heads of width D.
+        weights: [T, H] fp32, may be negative. Every constant factor of the model is already in them, and the
+            scales of fp8 queries: see `quantise_queries`.
         index_cache: [num_blocks, block_size, row] index keys of width D, or a KVCache.
         block_table: [B, max_blocks] int32. Pages past seq_lens are never read.
         seq_lens: [B] int32 tokens. Includes the tokens of this call.
@@ -364,8 +368,9 @@ def index_topk(
         check: Read device tensors back to check their values; this syncs.
 
     Returns:
-        [T, K] int32 token ids within the sequence, the highest score first; of equal scores the earlier
-        token, NaN after everything else. -1 after the last visible key; a row that sees nothing is all -1.
+        [T, K] int32 token ids within the sequence, those of the highest scores, the same every time but in
+        no particular order; of equal scores the earlier tokens, NaN only after everything else. -1 after the
+        last visible key; a row that sees nothing is all -1.
 
     Raises:
         InvalidInput: an argument contradicts another one.
@@ -376,7 +381,7 @@ def index_topk(
     reasons = Reasons("index_topk")
     reasons.need(isinstance(topk, int) and topk > 0, "topk", topk, "at least 1")
     cache = batch = None
-    if contract.check_tensor(reasons, "q", q, (None, None, None), contract.Q_DTYPES):
+    if contract.check_tensor(reasons, "q", q, (None, None, None), contract.INDEX_Q_DTYPES):
         tokens, heads, width = q.shape
         contract.check_tensor(
             reasons, "weights", weights, (tokens, heads), (torch.float32,), q.device, "T, H from q"

@@ -18,7 +18,10 @@ from anymla.errors import Reasons
 from anymla.kv_cache import KVCache
 
 Q_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of queries and latents; fp8 is a cache format, not a query dtype."""
+"""Dtypes of queries and latents of attention; there fp8 is a cache format, not a query dtype."""
+
+INDEX_Q_DTYPES = (*Q_DTYPES, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+"""Dtypes of index queries; the scale of an fp8 one is in its weight."""
 
 
 class AttentionOutput(NamedTuple):
@@ -192,12 +195,13 @@ class PrefillArgs:
 
 @dataclass(frozen=True)
 class WriteArgs:
-    """A checked cache write of S tokens; slot -1 is skipped."""
+    """A checked cache write of S tokens; slot -1 is skipped, scales in a row may have to be powers of two."""
 
     kv_c: Tensor
     k_pe: Tensor
     cache: KVCache
     slot_mapping: Tensor
+    power_of_two: bool = False
 
 
 @dataclass(frozen=True)

@@ -25,12 +25,13 @@ def to_bytes(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.clamp_(-largest, largest).to(dtype).view(torch.uint8)
 
 
-def tile_scales(tiles: Tensor, dtype: torch.dtype) -> Tensor:
+def tile_scales(tiles: Tensor, dtype: torch.dtype, *, power_of_two: bool = False) -> Tensor:
     """The scale of each tile: its largest magnitude over the largest fp8 value, NaN left out.
 
     Args:
         tiles: [..., n] fp32.
         dtype: FN or FNUZ.
+        power_of_two: Take the next power of two from there on, by which values divide exactly.
 
     Returns:
         [..., 1] fp32, normal, and such that scaled values are finite, also for a tile of zeros or of ±inf.
@@ -39,7 +40,11 @@ def tile_scales(tiles: Tensor, dtype: torch.dtype) -> Tensor:
     most = 2.0 ** (127 - math.floor(math.log2(largest)))
     amax = tiles.abs().nan_to_num_(nan=0.0, posinf=torch.inf).amax(-1, keepdim=True)
     # By a tensor: CUDA divides by a number as a product with its rounded reciprocal.
-    return amax.div_(torch.full_like(amax, largest)).clamp_(_FP32.smallest_normal, most)
+    scales = amax.div_(torch.full_like(amax, largest)).clamp_(_FP32.smallest_normal, most)
+    if power_of_two:
+        # A mantissa that is not zero carries into the exponent.
+        scales.view(torch.int32).add_(0x7FFFFF).bitwise_and_(0x7F800000)
+    return scales
 
 
 def write_values(

@@ -1,12 +1,50 @@
-"""Sparse indices: from token ids within a sequence, as an indexer gives them, to slots of the cache."""
+"""Sparse attention around the indexer: its queries in fp8, and its token ids as slots of the cache."""
 
 import torch
 from torch import Tensor
 
-from anymla.contract import check_tensor, on_host
+from anymla import fp8
+from anymla.contract import Q_DTYPES, check_tensor, on_host
 from anymla.errors import Reasons
+from anymla.kv_formats import row_named
 
 INT32_MAX = torch.iinfo(torch.int32).max
+
+
+def quantise_queries(
+    q: Tensor, weights: Tensor, *, kv_format: str, power_of_two: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Round index queries to the fp8 of an index cache, their scales moved into the weights.
+
+    A scale is positive, so relu(q·k) scales with it.
+
+    Args:
+        q: [T, H, D] fp32, bf16 or fp16 index queries, rotated.
+        weights: [T, H] fp32.
+        kv_format: An fp8 row of KV_FORMATS, such as "index_k".
+        power_of_two: Round each scale up to a power of two, as some models are trained.
+
+    Returns:
+        q / scale in fp8 and weights · scale in fp32, one scale a query token and head: its largest magnitude
+        over the largest fp8 value. [0, H, D] and [0, H] for no tokens.
+
+    Raises:
+        InvalidInput: shapes or dtypes do not fit, or the format is not fp8.
+
+    Source: DeepSeek-V3.2, arXiv 2512.02556, section 2; its inference/kernel.py, act_quant.
+    """
+    reasons = Reasons("quantise_queries")
+    row = row_named(reasons, "kv_format", kv_format)
+    if row is not None:
+        reasons.need(row.value_dtype in fp8.FLAVOURS, "kv_format", kv_format, "a format with fp8 values")
+    if check_tensor(reasons, "q", q, (None, None, None), Q_DTYPES):
+        check_tensor(reasons, "weights", weights, q.shape[:2], (torch.float32,), q.device, "T, H from q")
+    reasons.raise_if_any()
+    assert row is not None
+    values = q.to(torch.float32, copy=True)
+    scales = fp8.tile_scales(values, row.value_dtype, power_of_two=power_of_two)
+    codes = fp8.to_bytes(values.div_(scales), row.value_dtype)
+    return codes.view(row.value_dtype), weights * scales.squeeze(-1)
 
 
 def to_slots(indices: Tensor, block_table: Tensor, qo_indptr: Tensor | None, block_size: int) -> Tensor:

@@ -113,7 +113,7 @@ class KVCache:
         data = torch.zeros(shape, dtype=row.storage_dtype, device=device).view(row.dtype)
         return cls(data, row, kv_lora_rank, qk_rope_head_dim, scale)
 
-    def write(self, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor) -> None:
+    def write(self, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor, *, power_of_two: bool = False) -> None:
         """Store new tokens in place; slot -1 is skipped, no other slot may occur twice.
 
         On a device this syncs once, to leave out the skipped tokens; backends bring kernels that do not.
@@ -122,12 +122,13 @@ class KVCache:
             kv_c: [S, L] float.
             k_pe: [S, R] float.
             slot_mapping: [S] int64.
+            power_of_two: See `encode`.
         """
         kv_c, k_pe, keep = kv_c.detach(), k_pe.detach(), slot_mapping >= 0
         if not keep.all():
             kv_c, k_pe, slot_mapping = kv_c[keep], k_pe[keep], slot_mapping[keep]
         if slot_mapping.numel():
-            self.scatter(self.encode(kv_c, k_pe), slot_mapping)
+            self.scatter(self.encode(kv_c, k_pe, power_of_two=power_of_two), slot_mapping)
 
     def read(self, slots: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The values of some tokens.
@@ -144,12 +145,13 @@ class KVCache:
         self.dequantise(self.gather(slots), out)
         return out.to(dtype)
 
-    def encode(self, kv_c: Tensor, k_pe: Tensor) -> Tensor:
+    def encode(self, kv_c: Tensor, k_pe: Tensor, *, power_of_two: bool = False) -> Tensor:
         """The stored rows of new tokens.
 
         Args:
             kv_c: [S, L] float.
             k_pe: [S, R] float.
+            power_of_two: Let the scales in a row be powers of two; formats without such scales ignore it.
 
         Returns:
             [S, row_width] of format.storage_dtype, token by token (also for the block-flat formats).
@@ -163,7 +165,7 @@ class KVCache:
             return fp8.to_bytes(values.div_(self.scale), row.value_dtype)
         tokens, tiles = kv_c.shape[0], row.num_tiles(width)
         values = kv_c.float().reshape(tokens, tiles, width // tiles)
-        scales = fp8.tile_scales(values, row.value_dtype)
+        scales = fp8.tile_scales(values, row.value_dtype, power_of_two=power_of_two)
         stored = fp8.to_bytes(values / scales, row.value_dtype).view(tokens, width)
         rope = k_pe.to(torch.bfloat16).contiguous().view(torch.uint8)
         return torch.cat([stored, scales.view(tokens, tiles).view(torch.uint8), rope], dim=-1)

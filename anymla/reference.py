@@ -195,18 +195,21 @@ def prefill(
     return AttentionOutput(out if sinks is None else apply_sinks(out, lse, sinks), lse)
 
 
-def write_cache(kv_c: Tensor, k_pe: Tensor, cache: KVCache, slot_mapping: Tensor) -> Tensor:
+def write_cache(
+    kv_c: Tensor, k_pe: Tensor, cache: KVCache, slot_mapping: Tensor, *, power_of_two: bool = False
+) -> Tensor:
     """The rows that a cache must give back after these tokens were written to it; nothing is written.
 
     A stored fp8 value is x / scale in fp32, clamped to the largest finite value, rounded to nearest, ties to
     even; NaN stays NaN. A scale in the row is the largest magnitude it covers over the largest stored value,
-    in fp32, NaN left out. bf16, fp16 and fp32 are IEEE casts.
+    in fp32, NaN left out, or the next power of two from there on. bf16, fp16 and fp32 are IEEE casts.
 
     Args:
         kv_c: [S, L], any float dtype.
         k_pe: [S, R].
         cache: Says the format and the scale.
         slot_mapping: [S] int64. -1: the token is not written.
+        power_of_two: Whether scales in a row are powers of two.
 
     Returns:
         [S, L + R] fp64, what `cache.read(slot_mapping)` must return; NaN rows where the slot is -1;
@@ -221,6 +224,8 @@ def write_cache(kv_c: Tensor, k_pe: Tensor, cache: KVCache, slot_mapping: Tensor
         width = cache.format.tile if cache.format.tile > 0 else kv_c.shape[1]
         tiles = kv_c.reshape(kv_c.shape[0], kv_c.shape[1] // width, width)
         scales = _tile_scales(tiles, flavour)
+        if power_of_two:
+            scales = torch.exp2(scales.to(FP64).log2().ceil()).to(torch.float32)
         values = (_round_e4m3(tiles / scales, flavour) * scales.to(FP64)).flatten(-2)
         expected = torch.cat((values, k_pe.to(torch.bfloat16).to(FP64)), -1)
     elif cache.scale is not None:

@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "kv_cache": {"errors", "problem", "fp8", "kv_formats"},
     "contract": {"errors", "problem", "kv_cache"},
     **{module: {"errors", "problem"} | CONTRACT for module in (*MATHS, "reference")},
+    "indices": {"errors", "problem", "fp8"} | CONTRACT,
     "backends": {"problem", "rules"},
     "select": {"errors", "problem", "rules", "backends", "hardware"},
     "backends.*": {"errors", "problem", "hardware"} | CONTRACT | MATHS,

@@ -15,7 +15,7 @@ from anymla.models import MODELS
 from anymla.problem import OPS, Feature
 from anymla.verification import checks, eager, run
 from anymla.verification.batches import moved, num_sequences, take
-from anymla.verification.cases import AXES, cases, offered
+from anymla.verification.cases import AXES, DTYPES, INDEX_DTYPES, cases, offered
 from anymla.verification.inputs import (
     SINKS,
     decode_inputs,
@@ -57,7 +57,7 @@ class TestMatrix:
     def test_every_value_of_every_fact_is_run(self, op):
         judged = [c.problem for c in FULL if c.check == "right" and c.problem.op == op]
         seen = {fact: {getattr(p, fact) for p in judged} for fact in ("q_dtype", "kv_format", "block_size")}
-        assert seen["q_dtype"] == {"fp32", "bf16", "fp16"}
+        assert seen["q_dtype"] == set(INDEX_DTYPES if op == "index_topk" else DTYPES)
         assert seen["kv_format"] == set(KV_FORMATS)
         assert seen["block_size"] >= set(AXES["block_size"])
         if op != "write_cache":

@@ -35,8 +35,9 @@ class TestDraws:
 
     def test_every_operation_format_and_feature_is_drawn(self):
         problems = [drawn.case.problem for drawn in MANY]
-        assert {p.op for p in problems} == set(OPS) - {"index_topk"}
-        assert {p.kv_format for p in problems} == {"bf16", "fp16", "fp8_e4m3fn", "fp8_ds_mla"}
+        assert {p.op for p in problems} == set(OPS)
+        formats = {"bf16", "fp16", "fp8_e4m3fn", "fp8_ds_mla", "index_k"}
+        assert {p.kv_format for p in problems} == formats
         assert {f for p in problems for f in p.features} == set(Feature) - {Feature.GRAPH}
         on_cpu = [fuzz.fuzzed("cpu", this_machine(CPU), 0, number).case.problem for number in range(500)]
         assert {p.op for p in on_cpu} == set(OPS)

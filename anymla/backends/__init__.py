@@ -22,9 +22,12 @@ class Backend:
         built: False while it is only planned; it then refuses, beside all other reasons.
         arch: Rule for the machine's chip.
         packages: Packages that it imports beyond the base dependencies.
-        evidence: How much is known of it on these chips: declared (its rules were read somewhere), compiled
-            (for the chip, on another machine) or verified (run there, against the reference).
+        evidence: How much is known of it on these chips: declared (its rules were read somewhere), contract
+            double (run against a double that fails as the real library does), compiled (for the chip, on
+            another machine) or verified (run there, against the reference).
         source: What the rules were read from.
+        manifest: Path of the module that knows which kernels exist; its `weigh` is asked about each call that
+            the rules let pass. "" where the rules say all.
     """
 
     name: str
@@ -46,6 +49,7 @@ class Backend:
     packages: tuple[str, ...] = ()
     evidence: str = "declared"
     source: str = ""
+    manifest: str = ""
 
 
 _HOPPER = Backend(
@@ -65,75 +69,54 @@ _HOPPER = Backend(
     source="planned: one Gluon kernel, tiles of 64 query rows by 64 keys",
 )
 
-# AITER aborts the process on a shape without a kernel, so these rules are those of its manifest.
+# Which heads, tokens and modes have a kernel is a matter of AITER's release, so its manifest says it.
 _AITER = Backend(
     "aiter",
-    "anymla.backends.aiter_mla",
-    built=False,
+    "anymla.backends.aiter_mla.operations",
+    built=True,
     arch=one_of("gfx942", "gfx950"),
     packages=("aiter",),
     op=one_of("decode", "sparse_decode"),
     q_dtype=one_of("bf16"),
     kv_format=one_of("bf16"),
-    num_heads=pads_to(16, 32, 48, 64, 80, 96, 112, 128),
+    num_heads=Between(1, 128),
     kv_lora_rank=one_of(512),
     qk_rope_head_dim=one_of(64),
-    # Upstream tests up to 4; #5679 reports wrong output with 8.
-    q_len=Between(1, 4),
-    features=offers(Feature.MULTI_TOKEN, Feature.GRAPH),
-    source="AITER hsa/*/mla manifests and aiter/mla.py at e4048607; persistent kernels fold to 16 heads",
+    features=offers(Feature.LSE, Feature.SINKS, Feature.MULTI_TOKEN, Feature.NON_CAUSAL, Feature.GRAPH),
+    evidence="contract double",
+    source="AITER hsa/*/mla tables and the code that looks up in them, at every tag from 0.1.10.post1",
+    manifest="anymla.backends.aiter_mla.manifest",
 )
-_AITER_LSE = replace(
-    _AITER,
-    num_heads=pads_to(16, 32, 64, 128),
-    features=offers(Feature.LSE, Feature.SINKS, Feature.MULTI_TOKEN, Feature.GRAPH),
-    source="the same manifests; an lse needs the kernels that are not persistent",
-)
-_AITER_FP8 = replace(
+# With queries in fp8 its kernels round them; a caller has to ask for that.
+_AITER_FNUZ = replace(
     _AITER,
     arch=one_of("gfx942"),
-    # A bf16 query is cast by the adapter.
     q_dtype=one_of("bf16", "fp8_e4m3fnuz"),
     kv_format=one_of("fp8_e4m3fnuz"),
 )
-_AITER_FP8_LSE = replace(
-    _AITER_FP8,
-    num_heads=pads_to(16, 128),
-    features=_AITER_LSE.features,
-    source=_AITER_LSE.source,
+_AITER_FN = replace(
+    _AITER, arch=one_of("gfx950"), q_dtype=one_of("bf16", "fp8_e4m3fn"), kv_format=one_of("fp8_e4m3fn")
 )
-_GFX950_FP8 = replace(
-    _AITER_FP8,
-    arch=one_of("gfx950"),
-    q_dtype=one_of("bf16", "fp8_e4m3fn"),
-    kv_format=one_of("fp8_e4m3fn"),
-)
-_GFX950_FP8_LSE = replace(
-    _GFX950_FP8,
-    num_heads=_AITER_FP8_LSE.num_heads,
-    features=_AITER_LSE.features,
-    source=_AITER_LSE.source,
+_AITER_PLANNED = replace(
+    _AITER, built=False, evidence="declared", manifest="", features=offers(Feature.MULTI_TOKEN)
 )
 _AITER_PREFILL = replace(
-    _AITER,
+    _AITER_PLANNED,
     arch=one_of("gfx950"),
     op=one_of("prefill"),
     kv_format=one_of("fp8_e4m3fn"),
+    num_heads=pads_to(16, 32, 48, 64, 80, 96, 112, 128),
     qk_nope_head_dim=one_of(128),
     v_head_dim=one_of(128),
-    q_len=ANY,
-    features=offers(Feature.MULTI_TOKEN),
     source="AITER mla_prefill_ps_asm_fwd at e4048607: one kernel, 192/128; the adapter casts q, k, v to fp8",
 )
 _AITER_INDEX = replace(
-    _AITER,
+    _AITER_PLANNED,
     op=one_of("index_topk"),
     arch=one_of("gfx942"),
     kv_format=one_of("index_k_fnuz"),
-    num_heads=Between(1, 128),
     kv_lora_rank=one_of(128),
     qk_rope_head_dim=one_of(0),
-    q_len=ANY,
     source="AITER deepgemm_fp8_paged_mqa_logits_stage1 at e4048607",
 )
 
@@ -169,12 +152,32 @@ _TRITON_PLANNED = replace(
     source="planned: the same kernels, once a Triton that compiles them there is the oldest supported",
 )
 
+_TRITON_INDEX = replace(
+    _TRITON,
+    op=one_of("index_topk"),
+    q_dtype=one_of("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz"),
+    kv_format=one_of("index_k", "index_k_fnuz", "bf16", "fp16"),
+    num_heads=Between(1, 128),
+    kv_lora_rank=Between(1, 256),
+    qk_rope_head_dim=one_of(0),
+    topk=Between(1, 4096),
+    features=offers(Feature.MULTI_TOKEN, Feature.GRAPH),
+    evidence="compiled",
+    source="a tile holds all index heads of a query token; a choice holds a piece of at least twice topk",
+)
+_TRITON_INDEX_WRITE = replace(
+    _TRITON,
+    op=one_of("write_cache"),
+    kv_format=one_of("index_k", "index_k_fnuz"),
+    qk_rope_head_dim=one_of(0),
+)
+
 _CPU = Backend(
     "cpu",
     "anymla.backends.cpu_mla",
     built=True,
     arch=one_of("cpu"),
-    op=one_of(*OPS),
+    op=one_of(*(op for op in OPS if op != "index_topk")),
     q_dtype=one_of("fp32", "bf16", "fp16"),
     kv_format=one_of(*KV_FORMAT_NAMES),
     num_heads=Between(1, 1024),
@@ -195,16 +198,22 @@ BACKENDS: tuple[Backend, ...] = (
         source="planned: the same kernel behind a gather of slots",
     ),
     _AITER,
-    _AITER_LSE,
-    _AITER_FP8,
-    _AITER_FP8_LSE,
-    _GFX950_FP8,
-    _GFX950_FP8_LSE,
+    _AITER_FNUZ,
+    _AITER_FN,
     _AITER_PREFILL,
     _AITER_INDEX,
     replace(_AITER_INDEX, arch=one_of("gfx950"), kv_format=one_of("index_k")),
     _TRITON,
     _TRITON_COMPILED,
     _TRITON_PLANNED,
+    _TRITON_INDEX,
+    _TRITON_INDEX_WRITE,
+    *(
+        replace(row, arch=_TRITON_COMPILED.arch, evidence="compiled")
+        for row in (_TRITON_INDEX, _TRITON_INDEX_WRITE)
+    ),
     _CPU,
+    replace(
+        _CPU, op=one_of("index_topk"), q_dtype=one_of("fp32", "bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz")
+    ),
 )

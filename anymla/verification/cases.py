@@ -31,6 +31,12 @@ from anymla.verification.memory import POISONS
 from anymla.verification.needles import Widths
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+INDEX_DTYPES = {
+    **DTYPES,
+    "fp8_e4m3fn": torch.float8_e4m3fn,
+    "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
+}
+"""Those of index queries."""
 
 WORK = 150_000_000
 """Products of a case, at most about: some tenths of a second for the fp64 reference."""
@@ -129,7 +135,7 @@ class Case:
         p = self.problem
         hostile: dict[str, Any] = {
             "seed": self.seed,
-            "q_dtype": DTYPES[p.q_dtype],
+            "q_dtype": INDEX_DTYPES[p.q_dtype],
             "kv_format": p.kv_format,
             "block_size": p.block_size,
             "views": self.views,
@@ -232,7 +238,7 @@ def _drawn(row: Backend, op: str, count: int) -> Iterator[Case]:
     wide = "index_widths" if op == "index_topk" else "widths"
     plain = ("kv_format", "num_heads", "block_size", "q_len", "topk", "features")
     decks = {axis: offers(axis) for axis in plain}
-    decks["q_dtype"] = _Deck(rng, [name for name in DTYPES if row.q_dtype.accepts(name)])
+    decks["q_dtype"] = _Deck(rng, [name for name in INDEX_DTYPES if row.q_dtype.accepts(name)])
     decks["widths"] = offers(wide, "kv_lora_rank", "qk_rope_head_dim")
     decks["decompressed"] = offers("decompressed", "qk_nope_head_dim", "v_head_dim")
     for seed in range(count):

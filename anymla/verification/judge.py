@@ -168,9 +168,9 @@ def judge_written(got: Tensor, expected: Tensor, given: Tensor) -> Judgement:
 def judge_topk(got: Tensor, chosen: Tensor, logits: Sequence[Tensor], eager: Sequence[Tensor]) -> Judgement:
     """Judge the tokens that an indexer chose.
 
-    Where fp32 gives every logit exactly, the ids must be those of the reference, ties included. Elsewhere the
-    i-th token chosen must have the i-th largest logit within the budget, so that only near ties may change
-    places.
+    Their order is left open. Where fp32 gives every logit exactly, the set must be that of the reference, ties
+    included. Elsewhere the logits of what was chosen instead must be within the budget of those left out, the
+    largest beside the largest, so that only near ties may change places.
 
     Args:
         got: [T, K] int32 token ids, -1 after the last.
@@ -206,12 +206,18 @@ def judge_topk(got: Tensor, chosen: Tensor, logits: Sequence[Tensor], eager: Seq
             return wrong(
                 f"indices[{row}] got {_few(ids)}; needs {count} distinct tokens, such as {_few(right)}"
             )
-        off = (logits[row][named.long()] - logits[row][right[:count].long()]).nan_to_num(nan=math.inf).abs()
-        same = named == right[:count]
-        worst = float(torch.where(same, 0.0, off).max()) if count else 0.0
-        if (not bool(same.all()) and rounding == 0.0) or worst > budget:
-            i = int((~same).nonzero()[0])
-            return wrong(f"indices[{row}, {i}] got {int(named[i])}; needs {int(right[i])}; {_few(ids)}")
+        extra, missing = (
+            _best_first(named, right, logits[row]),
+            _best_first(right[:count], named, logits[row]),
+        )
+        if not len(extra):
+            continue
+        off = (logits[row][extra] - logits[row][missing]).nan_to_num(nan=math.inf).abs()
+        worst = float(off.max())
+        if rounding == 0.0 or worst > budget:
+            i = int(off.argmax())
+            got_one, needed = int(extra[i]), int(missing[i])
+            return wrong(f"indices[{row}] got {got_one}; needs {needed}; {_few(ids)}")
         share, where = max((share, where), (worst / budget if worst else 0.0, f"indices[{row}]"))
     return Judgement(share, where)
 
@@ -256,6 +262,12 @@ def _mean(rows: Tensor) -> Tensor:
 
 def _element(name: str, where: tuple[int, ...]) -> str:
     return f"{name}[{', '.join(map(str, where))}]"
+
+
+def _best_first(ids: Tensor, known: Tensor, logits: Tensor) -> Tensor:
+    """Those ids that are not among the known ones, the largest logit first and NaN last."""
+    others = ids[~torch.isin(ids, known)].long()
+    return others[logits[others].nan_to_num(nan=-math.inf).argsort(descending=True, stable=True)]
 
 
 def _few(ids: Tensor) -> str:

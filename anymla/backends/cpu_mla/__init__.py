@@ -26,4 +26,4 @@ __all__ = [
 
 def write_cache(args: WriteArgs) -> None:
     """Store new tokens in the cache, in place; slot -1 is skipped."""
-    args.cache.write(args.kv_c, args.k_pe, args.slot_mapping)
+    args.cache.write(args.kv_c, args.k_pe, args.slot_mapping, power_of_two=args.power_of_two)

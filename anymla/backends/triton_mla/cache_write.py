@@ -47,6 +47,7 @@ def write_cache(args: WriteArgs) -> None:
         BLOCK_SIZE=cache.block_size,
         FORMAT=form.value,
         FNUZ=row.value_dtype == torch.float8_e4m3fnuz,
+        POWER_OF_TWO=args.power_of_two,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )

@@ -68,16 +68,16 @@ def latent_of(
     """A chunk of the latent of a loaded block, [N, WIDTH]; one scale of the whole cache is not applied."""
     raw = block[chunk]
     if FORMAT < TILED_FN:
-        return _converted(raw, dtype, FORMAT)
+        return converted(raw, dtype, FORMAT)
     else:
         if FORMAT == TILED_FN:
             values = raw.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         elif FORMAT == TILED_FNUZ:
             values = raw.to(tl.float8e4b8, bitcast=True).to(tl.float32)
         elif FORMAT == TILED_FN_BYTES:
-            values = _converted(raw, tl.float32, FP8_FN_BYTES) * FN_RATIO
+            values = converted(raw, tl.float32, FP8_FN_BYTES) * FN_RATIO
         else:
-            values = _converted(raw, tl.float32, FP8_FNUZ_BYTES) * FNUZ_RATIO
+            values = converted(raw, tl.float32, FP8_FNUZ_BYTES) * FNUZ_RATIO
         SCALE: tl.constexpr = CHUNKS + (R > 0) + chunk
         return (values * block[SCALE][:, None]).to(dtype)
 
@@ -86,7 +86,7 @@ def latent_of(
 def rope_of(block, dtype: tl.constexpr, CHUNKS: tl.constexpr, FORMAT: tl.constexpr):
     """The RoPE part of a loaded block, [N, R_PADDED]."""
     if FORMAT < TILED_FN:
-        return _converted(block[CHUNKS], dtype, FORMAT)
+        return converted(block[CHUNKS], dtype, FORMAT)
     else:
         return block[CHUNKS].to(dtype)
 
@@ -101,7 +101,7 @@ def _load(pointer, offsets, cols, valid, WIDTH: tl.constexpr, PADDED: tl.constex
 
 
 @triton.jit
-def _converted(raw, dtype: tl.constexpr, FORMAT: tl.constexpr):
+def converted(raw, dtype: tl.constexpr, FORMAT: tl.constexpr):
     """Elements as `dtype`; bytes by moving their bits into fp16, which is a power of two too small."""
     if FORMAT == PLAIN:
         return raw.to(dtype)

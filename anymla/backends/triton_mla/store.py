@@ -40,6 +40,7 @@ def store_kernel(
     BLOCK_SIZE: tl.constexpr,
     FORMAT: tl.constexpr,
     FNUZ: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
 ):
     """Grid: tokens. One whose slot is not in the cache, such as -1, is not written."""
     token = tl.program_id(0).to(tl.int64)
@@ -62,7 +63,7 @@ def store_kernel(
             tl.store(row + cols, e4m3_code(tl.div_rn(values.to(tl.float32), scale), FNUZ), mask=mask)
         else:
             values = values.to(tl.float32)
-            scale = _tile_scale(values, FNUZ)
+            scale = tile_scale(values, FNUZ, POWER_OF_TWO)
             tl.store(row + cols, e4m3_code(tl.div_rn(values, scale[:, None]), FNUZ), mask=mask)
             scale_bytes = page + BLOCK_SIZE * L + position * 4 if FORMAT == FLAT else row + L
             scales = scale_bytes.to(tl.pointer_type(tl.float32)) + tl.arange(0, TILES_PADDED)
@@ -83,13 +84,17 @@ def store_kernel(
 
 
 @triton.jit
-def _tile_scale(values, FNUZ: tl.constexpr):
+def tile_scale(values, FNUZ: tl.constexpr, POWER_OF_TWO: tl.constexpr):
     """Of each tile the largest magnitude over the largest code, NaN left out; as fp8.tile_scales."""
     largest = 240.0 if FNUZ else 448.0
     most = 1329227995784915872903807060280344576.0 if FNUZ else 664613997892457936451903530140172288.0
     amax = tl.max(tl.where(values == values, tl.abs(values), 0.0), 1)
     scale = tl.div_rn(amax, tl.full(amax.shape, largest, tl.float32))
-    return tl.minimum(tl.maximum(scale, 1.1754943508222875e-38), most)
+    scale = tl.minimum(tl.maximum(scale, 1.1754943508222875e-38), most)
+    if POWER_OF_TWO:
+        bits = (scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
+        scale = bits.to(tl.float32, bitcast=True)
+    return scale
 
 
 @triton.jit

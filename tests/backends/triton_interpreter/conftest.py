@@ -1,8 +1,8 @@
 """Triton's interpreter, made to round as a chip does; these tests run only where it is on.
 
-It multiplies and adds bf16 as if their bits were integers, cuts fp32 to bf16 off instead of rounding, and
-takes no loop bound from a tensor with NumPy 2.4. Products and casts are put right here; other bf16
-arithmetic, which no kernel needs, is refused.
+It multiplies and adds bf16 as if their bits were integers, multiplies fp8 as if it were uint8, cuts fp32 to
+bf16 off instead of rounding, and takes no loop bound from a tensor with NumPy 2.4. Products and casts are put
+right here; other bf16 arithmetic, which no kernel needs, is refused.
 """
 
 import os
@@ -53,8 +53,13 @@ if ON:
             return Handle(data.to(EXACT[target]).view(torch.uint8).numpy(), target)
         return self.cast_impl(Handle(data.view(EXACT[source]).float().numpy(), tl.float32), target)
 
+    def operand(data: Any, dtype: Any) -> Any:
+        if dtype in EXACT:
+            return torch.from_numpy(np.ascontiguousarray(data)).view(EXACT[dtype]).float().numpy()
+        return to_fp32(data) if dtype == tl.bfloat16 else data
+
     def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-        x, y = (to_fp32(t.data) if t.dtype.scalar == tl.bfloat16 else t.data for t in (a, b))
+        x, y = (operand(t.data, t.dtype.scalar) for t in (a, b))
         return Handle(np.matmul(x, y, dtype=np.float32) + d.data, d.dtype.scalar)
 
     def refusing_bf16(name: str, operation: Any) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from anymla.backends import triton_mla
-from anymla.contract import AttentionOutput, Batch, DecodeArgs, PrefillArgs, SparseArgs
+from anymla.contract import AttentionOutput, Batch, DecodeArgs, IndexArgs, PrefillArgs, SparseArgs
 from anymla.hardware.probe import Machine
 from anymla.kv_cache import KV_FORMATS
 from anymla.problem import Feature, Problem
@@ -82,6 +82,37 @@ def run(
         args = PrefillArgs(*call.tensors, options.get("cache"), *last)
         triton_mla.prefill(args, triton_mla.plan_prefill(batch, problem, device, {}))
     return AttentionOutput(out, lse)
+
+
+def index_state(
+    call: Inputs, arch: str = "gfx90a", *, lengths_on_host: bool = True, max_seq_len: int | None = None
+) -> Any:
+    """The plan of an index call."""
+    (q, _, cache), options = call.tensors, call.options
+    batch = Batch.of(
+        seq_lens=options["seq_lens"],
+        block_table=options["block_table"],
+        qo_indptr=options["qo_indptr"],
+        block_size=cache.block_size,
+        num_tokens=call.num_rows,
+        max_seq_len=max_seq_len,
+    )
+    if not lengths_on_host:
+        batch = replace(batch, seq_lens_host=None, qo_indptr_host=None)
+    rank, topk = cache.kv_lora_rank, options["topk"]
+    problem = Problem("index_topk", "bf16", cache.format.name, q.shape[1], rank, 0, topk=topk)
+    return triton_mla.plan_index_topk(batch, problem, machine(arch), {})
+
+
+def run_index(
+    call: Inputs, arch: str = "gfx90a", *, lengths_on_host: bool = True, state: Any = None
+) -> Tensor:
+    """Plan, unless that is done, and run an index call, into a view full of -7."""
+    state = index_state(call, arch, lengths_on_host=lengths_on_host) if state is None else state
+    topk = call.options["topk"]
+    out = torch.full((call.num_rows, 2 * topk), -7, dtype=torch.int32)[:, ::2]
+    triton_mla.index_topk(IndexArgs(*call.tensors, topk, out), state)
+    return out
 
 
 def step(call: Inputs, problem: Problem) -> Batch:

@@ -6,6 +6,7 @@ import pytest
 from anymla.backends import triton_mla
 from anymla.contract import WriteArgs
 from anymla.hardware.probe import machine_named
+from anymla.problem import OPS
 from anymla.verification.checks import judged
 from anymla.verification.fuzz import Extent, fuzzed
 
@@ -19,6 +20,8 @@ def run(drawn):
     def made(call):
         if call.op == "write_cache":
             return triton_mla.write_cache(WriteArgs(*call.tensors))
+        if call.op == "index_topk":
+            return kernel_calls.run_index(call, lengths_on_host=drawn.family.planned)
         return kernel_calls.run(call, drawn.case.problem, lengths_on_host=drawn.family.planned)
 
     return made
@@ -31,4 +34,4 @@ def test_a_random_call_is_right(drawn):
 
 
 def test_every_operation_is_among_them():
-    assert {drawn.case.problem.op for drawn in CALLS} == {"decode", "sparse_decode", "prefill", "write_cache"}
+    assert {drawn.case.problem.op for drawn in CALLS} == set(OPS)

@@ -1,0 +1,209 @@
+"""Indexer: logits of as many rows as memory is set aside for, the largest of each, and the rows after them."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from anymla.backends.triton_mla import keys
+from anymla.backends.triton_mla.choose import choose_kernel
+from anymla.backends.triton_mla.elements import elements
+from anymla.backends.triton_mla.index_logits import index_logits_kernel
+from anymla.contract import Batch, IndexArgs
+from anymla.hardware.arches import ARCHES
+from anymla.hardware.launch import Launch, launch_rows
+from anymla.hardware.probe import Machine
+from anymla.kv_cache import KVCache
+from anymla.problem import Problem
+
+LOGITS_BYTES = 256 << 20
+"""Logits that exist at a time, unless one tile of rows has more."""
+SPAN_BLOCKS = 16
+"""Blocks of keys of a program: enough to hide the start of its pipeline, few enough to fill a chip."""
+
+_PRODUCTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+_FP8 = {"fp8_e4m3fn": tl.float8e4nv, "fp8_e4m3fnuz": tl.float8e4b8}
+
+
+@dataclass
+class IndexState:
+    """A planned top-k: what each row sees, and the memory between the kernels.
+
+    Attributes:
+        batch: The step.
+        arch: The chip.
+        launch: Columns (query tokens × heads) and keys of a tile of logits.
+        tokens: Query tokens of a tile.
+        piece: Logits that one program of the choice holds.
+        choice_warps: Its warps.
+        sequences: [T] int32, the sequence of each row; -1: none.
+        visible: [T] int32, the keys that it sees.
+        logits: [rows, keys] fp32.
+        ids: For each level of the choice but the last, [rows, pieces · K] int32.
+    """
+
+    problem: Problem
+    batch: Batch
+    arch: str
+    launch: Launch
+    tokens: int
+    piece: int
+    choice_warps: int
+    sequences: Tensor
+    visible: Tensor
+    logits: Tensor
+    ids: tuple[Tensor, ...]
+
+
+def plan_index_topk(batch: Batch, problem: Problem, machine: Machine, knobs: Mapping[str, int]) -> IndexState:
+    """Plan one top-k step; lengths stay on the device.
+
+    Args:
+        batch: Lengths and pages.
+        problem: Facts of the call.
+        machine: The chip.
+        knobs: None are known.
+
+    Returns:
+        The state that `index_topk` takes, for any number of layers.
+    """
+    rows, device = launch_rows("index_logits", machine.arch), batch.seq_lens.device
+    heads = triton.next_power_of_2(max(problem.num_heads, 16))
+    launch = next((row for row in rows if row.block_m >= heads), rows[-1])
+    tokens = max(1, min(launch.block_m // heads, triton.next_power_of_2(batch.max_q_len)))
+    choice = launch_rows("choose", machine.arch)[0]
+    piece = min(choice.block_n, max(1024, triton.next_power_of_2(batch.max_seq_len)))
+    piece = max(piece, 2 * triton.next_power_of_2(problem.topk))
+    width = -(-max(batch.max_seq_len, 1) // 16) * 16
+    at_once = max(1, LOGITS_BYTES // (4 * width) // tokens) * tokens
+    at_once = min(at_once, max(batch.num_tokens, 1))
+    sequences, visible = _rows(batch)
+    ids = []
+    pieces = -(-batch.max_seq_len // piece)
+    while pieces > 1:
+        ids.append(torch.empty((at_once, pieces * problem.topk), dtype=torch.int32, device=device))
+        pieces = -(-ids[-1].shape[1] // piece)
+    return IndexState(
+        problem=problem,
+        batch=batch,
+        arch=machine.arch,
+        launch=launch,
+        tokens=tokens,
+        piece=piece,
+        choice_warps=max(4, choice.num_warps * piece // max(choice.block_n, piece)),
+        sequences=sequences,
+        visible=visible,
+        logits=torch.empty((at_once, width), dtype=torch.float32, device=device),
+        ids=tuple(ids),
+    )
+
+
+def index_topk(args: IndexArgs, state: IndexState) -> None:
+    """Write the chosen tokens of every row, in order, into args.indices; -1 after the last.
+
+    Args:
+        args: Checked tensors.
+        state: From `plan_index_topk`.
+    """
+    at_once, num_tokens = state.logits.shape[0], state.batch.num_tokens
+    for first in range(0, num_tokens, at_once):
+        last = min(first + at_once, num_tokens)
+        _logits(args, state, first, last)
+        _choose(args, state, first, last)
+
+
+def _rows(batch: Batch) -> tuple[Tensor, Tensor]:
+    """The sequence of each row and the keys that it sees, worked out where the lengths are."""
+    lens, indptr = batch.seq_lens, batch.qo_indptr
+    row = torch.arange(batch.num_tokens, dtype=torch.int32, device=lens.device)
+    if not batch.num_seqs:
+        return row.fill_(-1), torch.zeros_like(row)
+    sequence = torch.searchsorted(indptr[1:].contiguous(), row, right=True, out_int32=True)
+    belongs = sequence < batch.num_seqs
+    known = sequence.clamp(max=batch.num_seqs - 1)
+    sees = (lens[known] - indptr[known + 1] + 1 + row).clamp(min=0)
+    return torch.where(belongs, sequence, -1), torch.where(belongs, sees, 0).to(torch.int32)
+
+
+def _logits(args: IndexArgs, state: IndexState, first: int, last: int) -> None:
+    """Fill the first last - first rows of state.logits, as far as each of them sees."""
+    launch, table, heads = state.launch, state.batch.block_table, args.q.shape[1]
+    data, form = elements(args.cache, state.arch)
+    q, q_form, product = _query_form(args.q, args.cache, form, state.arch)
+    span = SPAN_BLOCKS * launch.block_n
+    grid = (-(-state.batch.max_seq_len // span), -(-(last - first) // state.tokens))
+    if not grid[0]:
+        return
+    index_logits_kernel[grid](
+        q,
+        args.weights,
+        data,
+        table,
+        state.sequences,
+        state.visible,
+        state.logits,
+        first,
+        last,
+        heads,
+        *q.stride(),
+        *args.weights.stride(),
+        data.stride(0),
+        data.stride(1),
+        *table.stride(),
+        state.logits.stride(0),
+        L=args.cache.kv_lora_rank,
+        L_PADDED=triton.next_power_of_2(max(args.cache.kv_lora_rank, 32)),
+        HEADS_PADDED=triton.next_power_of_2(max(heads, 16)),
+        TOKENS=state.tokens,
+        BLOCK_N=launch.block_n,
+        SPAN=span,
+        BLOCK_SIZE=args.cache.block_size,
+        FORMAT=form,
+        Q_FORMAT=q_form,
+        DTYPE=product,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+
+
+def _query_form(q: Tensor, cache: KVCache, form: int, arch: str) -> tuple[Tensor, int, tl.dtype]:
+    """Queries as device code reads them, their FORMAT, and the dtype of products with these keys.
+
+    fp8 meets fp8 where the chip multiplies that flavour; else both are bf16, which holds every fp8 value.
+    """
+    if q.dtype.itemsize > 1:
+        return q, keys.PLAIN.value, _PRODUCTS[q.dtype]
+    fnuz, chip = q.dtype == torch.float8_e4m3fnuz, ARCHES.get(arch)
+    name = "fp8_e4m3fnuz" if fnuz else "fp8_e4m3fn"
+    if chip is not None and chip.has_fp8 and name == f"fp8_{chip.fp8_flavour}":
+        own = (keys.TILED_FN, keys.TILED_FNUZ)[fnuz].value
+        return q.view(torch.uint8), own, _FP8[name] if form == own else tl.bfloat16
+    own = (keys.TILED_FN_BYTES, keys.TILED_FNUZ_BYTES)[fnuz].value
+    return q.view(torch.uint8), own, tl.bfloat16
+
+
+def _choose(args: IndexArgs, state: IndexState, first: int, last: int) -> None:
+    """Choose among the logits of a row piece by piece, then among what was chosen, until it is one piece."""
+    topk = args.indices.shape[1]
+    levels = (*state.ids, args.indices[first:last])
+    for level, (ids, chosen) in enumerate(pairwise((state.logits, *levels))):
+        count = ids.shape[1] if level else state.batch.max_seq_len
+        choose_kernel[(last - first, max(1, -(-count // state.piece)))](
+            state.logits,
+            state.visible[first:],
+            ids if level else None,
+            chosen,
+            count,
+            topk,
+            state.logits.stride(0),
+            ids.stride(0),
+            *chosen.stride(),
+            TOPK_PADDED=triton.next_power_of_2(topk),
+            PIECE=state.piece,
+            HAS_IDS=level > 0,
+            num_warps=state.choice_warps,
+        )

@@ -1,0 +1,133 @@
+"""The indexer's kernels in Triton's interpreter: logits within their row, and exactly the largest of them."""
+
+from dataclasses import replace
+from importlib import import_module
+from math import inf, nan
+
+import pytest
+import torch
+from kernel_calls import index_state, machine, run_index
+
+from anymla import quantise_queries, reference
+from anymla.backends import triton_mla
+from anymla.contract import Batch, IndexArgs
+from anymla.hardware import launch
+from anymla.problem import Problem
+from anymla.verification.checks import judge_ids
+from anymla.verification.inputs import index_inputs
+
+indexer = import_module("anymla.backends.triton_mla.index_topk")
+
+LENS, Q_LENS = (130, 0, 33, 65, 7), (1, 0, 4, 2, 8)
+
+
+@pytest.mark.parametrize("number", range(24))
+def test_the_chosen_tokens_are_right(number):
+    kv_format = ("index_k", "index_k_fnuz", "bf16", "fp16")[number % 4]
+    q_dtype = torch.float16 if kv_format == "fp16" or number % 5 == 4 else torch.bfloat16
+    call = index_inputs(
+        (1, 20, 3, 64, 16)[number % 5],
+        (128, 64)[number % 3 == 2],
+        LENS,
+        Q_LENS if number % 2 else None,
+        (1, 5, 40, 200)[number // 2 % 4],
+        seed=number,
+        q_dtype=q_dtype,
+        kv_format=kv_format,
+        block_size=(16, 3, 64, 1)[number // 3 % 4],
+        exact=number % 3 < 2,
+        poison=("nan", "inf")[number % 2],
+        views=number % 4 < 2,
+    )
+    arch = ("gfx90a", "sm90", "gfx950")[number % 3]
+    judge_ids(call, run_index(call, arch, lengths_on_host=number % 2 == 0)).require_pass()
+
+
+# The interpreter has no type for e4m3fnuz: its products are left to the emulator.
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx950"])
+@pytest.mark.parametrize("kv_format", ["index_k", "index_k_fnuz"])
+@pytest.mark.parametrize("q_format", ["index_k", "index_k_fnuz"])
+@pytest.mark.parametrize("power_of_two", [False, True], ids=["exact", "power of two"])
+def test_fp8_queries_meet_fp8_keys_on_every_chip(arch, kv_format, q_format, power_of_two):
+    call = index_inputs(8, 64, LENS, Q_LENS, 9, kv_format=kv_format, exact=False)
+    q, weights, cache = call.tensors
+    q, weights = quantise_queries(q, weights, kv_format=q_format, power_of_two=power_of_two)
+    call = replace(call, tensors=(q, weights, cache))
+    judge_ids(call, run_index(call, arch)).require_pass()
+
+
+def test_nothing_is_written_beside_what_a_row_sees():
+    call = index_inputs(4, 64, LENS, Q_LENS, 3, exact=False)
+    state = index_state(call, max_seq_len=150)
+    state.logits.fill_(-7)
+    run_index(call, state=state)
+    seen = {name: value for name, value in call.options.items() if name != "topk"}
+    for row, expected in zip(state.logits, reference.index_logits(*call.tensors, **seen), strict=True):
+        count = len(expected)
+        torch.testing.assert_close(row[:count].double(), expected, rtol=1e-4, atol=1e-4)
+        assert bool((row[count:] == -7).all())
+
+
+def test_little_memory_takes_the_rows_in_parts(monkeypatch):
+    call = index_inputs(4, 64, LENS, Q_LENS, 40)
+    whole = run_index(call)
+    monkeypatch.setattr(indexer, "LOGITS_BYTES", 4 * 144 * 5)
+    state = index_state(call)
+    assert state.logits.shape[0] < call.num_rows
+    assert torch.equal(whole, run_index(call, state=state))
+
+
+class TestChoice:
+    """The largest of a row, whatever its values, in one piece or in many."""
+
+    def chosen(self, logits, topk, piece, monkeypatch, lens=None):
+        rows, width = logits.shape
+        row = launch.Launch(block_m=1, block_n=piece, num_warps=4, num_stages=1)
+        monkeypatch.setitem(launch.LAUNCH, ("choose", "*"), (row,))
+        lens = torch.full((rows,), width) if lens is None else torch.tensor(lens)
+        batch = Batch.of(
+            seq_lens=lens.int(), block_table=torch.zeros(rows, width, dtype=torch.int32), max_seq_len=width
+        )
+        problem = Problem("index_topk", "bf16", "bf16", 1, 64, 0, topk=topk)
+        state = triton_mla.plan_index_topk(batch, problem, machine(), {})
+        state.logits[:, :width] = logits
+        out = torch.full((rows, topk), -7, dtype=torch.int32)
+        args = IndexArgs(logits, logits, None, topk, out)
+        indexer._choose(args, state, 0, rows)
+        return out, state
+
+    def expected(self, values, topk):
+        numbers = [j for j, value in enumerate(values) if value == value]
+        order = sorted(numbers, key=lambda j: -values[j])
+        order += [j for j in range(len(values)) if j not in set(numbers)]
+        return sorted(order[:topk])
+
+    @pytest.mark.parametrize("topk", [1, 7, 300, 1024])
+    @pytest.mark.parametrize("width", [5000, 1024])
+    def test_it_is_the_set_that_sorting_gives_in_order_of_tokens(self, topk, width, monkeypatch):
+        generator = torch.Generator().manual_seed(topk)
+        logits = torch.randn(4, width, generator=generator)
+        logits[1] = logits[1].round()
+        logits[2, ::3] = nan
+        logits[2, 1::3] = torch.tensor([inf, -inf])[torch.arange(len(logits[2, 1::3])) % 2]
+        logits[3] = 0.0
+        logits[3, ::2] = -0.0
+        lens = [width, width, width - 3, width // 2]
+        out, state = self.chosen(logits, topk, 1024, monkeypatch, lens)
+        assert (len(state.ids) > 0) == (width > state.piece)
+        for got, row, count in zip(out.tolist(), logits.tolist(), lens, strict=True):
+            ids = self.expected(row[:count], topk)
+            assert got == ids + [-1] * (topk - len(ids))
+
+    def test_rows_shorter_than_what_is_wanted_give_all_that_they_have(self, monkeypatch):
+        logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(1))
+        logits[0, 3] = nan
+        out, _ = self.chosen(logits, 16, 1024, monkeypatch, [9, 0, 1, 16])
+        for got, count in zip(out.tolist(), [9, 0, 1, 16], strict=True):
+            assert got == [*range(count)] + [-1] * (16 - count)
+
+    def test_a_million_logits_are_chosen_from_in_three_levels(self, monkeypatch):
+        logits = torch.randn(1, 1_000_000, generator=torch.Generator().manual_seed(2))
+        out, state = self.chosen(logits, 4096, 16384, monkeypatch)
+        assert len(state.ids) >= 2
+        assert torch.equal(out[0].long(), logits[0].topk(4096).indices.sort().values)
