@@ -183,8 +183,7 @@ def attend_row(
 
 def _warpgroups_take(latent: int, rope: int, kv_format: str) -> bool:
     """Whether `attend_wgmma` has layouts for these widths, and knows the format."""
-    known = ("bf16", "fp16", "fp8_e4m3fn", "fp8_ds_mla")
-    return latent in (256, 512) and rope in (0, 16, 32, 64, 128) and kv_format in known
+    return latent in (256, 512) and rope in (0, 16, 32, 64, 128) and kv_format != "fp32"
 
 
 def attend_shared_bytes(row: Launch, arch: str, latent: int, rope: int, element_bytes: int = 2) -> int:

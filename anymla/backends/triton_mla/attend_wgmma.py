@@ -19,6 +19,8 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from anymla.backends.triton_mla import attend
 from anymla.backends.triton_mla.wgmma_copies import (
     BARRIERS,
+    FNUZ_RATIO,
+    FP8_FNUZ_BYTES,
     FREE,
     FULL,
     QUERIES,
@@ -149,7 +151,7 @@ def attend_wgmma_kernel(
                     k_scale, seq_lens, qo_indptr, indices, counts, sinks, out, lse, part_out, part_lse,
                     line, stretches, sm_scale_log2e, num_seqs, num_heads, num_keys,
                     stride_indices, stride_indices_col, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
-                    0, L, R, BLOCK_M, BLOCK_N, INVARIANT, PIECES, PIECE_BLOCKS, CAUSAL, SPARSE,
+                    0, L, R, BLOCK_M, BLOCK_N, INVARIANT, PIECES, PIECE_BLOCKS, FORMAT, CAUSAL, SPARSE,
                     HAS_COUNTS, HAS_SCALE, HAS_SINKS, HAS_LSE,
                 ),
             ),
@@ -160,7 +162,7 @@ def attend_wgmma_kernel(
                     k_scale, seq_lens, qo_indptr, indices, counts, sinks, out, lse, part_out, part_lse,
                     line, stretches, sm_scale_log2e, num_seqs, num_heads, num_keys,
                     stride_indices, stride_indices_col, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
-                    1, L, R, BLOCK_M, BLOCK_N, INVARIANT, PIECES, PIECE_BLOCKS, CAUSAL, SPARSE,
+                    1, L, R, BLOCK_M, BLOCK_N, INVARIANT, PIECES, PIECE_BLOCKS, FORMAT, CAUSAL, SPARSE,
                     HAS_COUNTS, HAS_SCALE, HAS_SINKS, HAS_LSE,
                 ),
             ),
@@ -191,7 +193,7 @@ def _attend(
     stride_indices, stride_indices_col, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
     SIDE: gl.constexpr, L: gl.constexpr, R: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     INVARIANT: gl.constexpr, PIECES: gl.constexpr, PIECE_BLOCKS: gl.constexpr,
-    CAUSAL: gl.constexpr, SPARSE: gl.constexpr,
+    FORMAT: gl.constexpr, CAUSAL: gl.constexpr, SPARSE: gl.constexpr,
     HAS_COUNTS: gl.constexpr, HAS_SCALE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: blocks SIDE, SIDE + 2, ... of each item, and columns of half SIDE."""
@@ -208,6 +210,8 @@ def _attend(
     start = gl.load(stretches + 3 * program + 2)
     end = gl.load(stretches + 3 * program + 5)
     key_scale = gl.load(k_scale) if HAS_SCALE else 1.0
+    if FORMAT == FP8_FNUZ_BYTES:
+        key_scale = key_scale * FNUZ_RATIO
     score_scale = sm_scale_log2e * key_scale
     used_0 = 0
     used_1 = 0

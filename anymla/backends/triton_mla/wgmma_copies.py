@@ -22,7 +22,11 @@ TOTALS = gl.constexpr(10)
 QUERIES = gl.constexpr(12)
 QUERIES_READ = gl.constexpr(13)
 BARRIERS = gl.constexpr(14)
+converted = gluon.jit(keys.converted.fn)
+FP8_FNUZ_BYTES = gl.constexpr(keys.FP8_FNUZ_BYTES.value)
+FNUZ_RATIO = gl.constexpr(keys.FNUZ_RATIO.value)
 TILED_FN = gl.constexpr(keys.TILED_FN.value)
+TILED_FNUZ_BYTES = gl.constexpr(keys.TILED_FNUZ_BYTES.value)
 TILE = gl.constexpr(128)
 """Columns that share a scale in a tiled row."""
 
@@ -129,12 +133,12 @@ def _fill(
         scales = ()
         for tile in gl.static_range(HALF // TILE):
             raw = raw + (gl.load(rows + (tile * TILE + cols), mask=valid, other=0.0),)
-            if FORMAT == TILED_FN:
+            if FORMAT >= TILED_FN:
                 place = (rows + L).to(gl.pointer_type(gl.float32)) + (first // TILE + tile)
                 scales = scales + (gl.load(place, mask=valid, other=0.0),)
         if ROPE and R > 0:
             cols_r = gl.arange(0, R, gl.SliceLayout(0, bytes_at))[None, :]
-            if FORMAT == TILED_FN:
+            if FORMAT >= TILED_FN:
                 ropes_of = (rows + (L + 4 * (L // TILE))).to(gl.pointer_type(gl.bfloat16))
                 rope = gl.load(ropes_of + cols_r, mask=valid, other=0.0)
             else:
@@ -145,11 +149,14 @@ def _fill(
         for tile in gl.static_range(HALF // TILE):
             if FORMAT == TILED_FN:
                 values = raw[tile].to(gl.float8e4nv, bitcast=True).to(gl.float32) * scales[tile]
+            elif FORMAT == TILED_FNUZ_BYTES:
+                values = converted(raw[tile], gl.float32, FP8_FNUZ_BYTES) * (FNUZ_RATIO * scales[tile])
             else:
-                values = raw[tile]
+                values = converted(raw[tile], dtype, FORMAT)
             to.slice(tile * TILE, TILE, 1).store(values.to(dtype))
         if ROPE and R > 0:
-            k_r.index(part // 2).store(rope.to(dtype))
+            rope = rope.to(dtype) if FORMAT >= TILED_FN else converted(rope, dtype, FORMAT)
+            k_r.index(part // 2).store(rope)
         _announce(bar, False)
     else:
         _fill_as_stored(
