@@ -136,9 +136,11 @@ REDUNDANT = {
     },
     "mask": {
         r"for key in range\(start_key": "a block of which no row sees a key changes nothing",
-        r"cols = tl\.arange\(0, WIDTH\)": "which thread stores an -inf that all of them could store",
+        r"cols = tl\.arange\(0, WIDTH\)|for step in range\(program": "all threads could store it",
     },
 }
+IDLE = {"wait": "nothing is under way there", "barrier": "LDS was not used since the barrier before"}
+"""Why a wait or a barrier is redundant that does nothing in the whole run."""
 KINDS = {
     "barrier": lambda mnemonic, text: mnemonic == "s_barrier",
     "wait": lambda mnemonic, text: mnemonic == "s_waitcnt",
@@ -150,13 +152,13 @@ KINDS = {
 class Mutants:
     """A decode through a plan, run with an instruction of its attention kernel taken out.
 
-    The lengths end at every place of a block, and five tokens of one tile see parts of a block before the last.
+    The lengths end at every place of a block, and tokens of one tile see parts of a block before the last.
     A small scale gives every key about the same weight, so that one too many shows. Of two calls, one has a
     query token that belongs to no sequence, and the queries of the other end where the last tile does not.
     """
 
-    lens = (100, 0, 37, 61, 1, 2, 3, 5, 7, 9, 31, 33)
-    asked = (1, 1, 2, 1, 1, 1, 1, 1, 1, 1, 1, 5)
+    lens = (100, 0, 37, 61, 1, 2, 3, 5, 7, 9, 31, 45, 50, 56, 33, 65)
+    asked = (1, 1, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 5, 5)
 
     def __init__(self, emulator: Emulator) -> None:
         self.emulator = emulator
@@ -242,17 +244,17 @@ def check_mutants(chip: str, kinds: str, every: int) -> Iterator[dict[str, Any]]
                     continue
                 found = mutants.found(index, ("lockstep",))
                 why = next((why for rx, why in REDUNDANT.get(kind, {}).items() if re.search(rx, line)), "")
-                if kind == "wait" and instruction.line not in landed:
-                    why = "nothing is under way there"
+                if kind in IDLE and instruction.line not in landed:
+                    why = IDLE[kind]
                 yield {"kind": kind, "text": instruction.text, "line": line, "found": found, "redundant": why}
 
 
 def _watch_waits() -> set[int]:
-    """The lines of the waits behind which something that matters had landed."""
+    """The lines of waits that something landed at, and of barriers with accesses to LDS before them."""
     from anymla.verification.amdgcn.machine import Machine
 
     seen: set[int] = set()
-    wait = Machine.wait
+    wait, meet = Machine.wait, Machine._end_of_epoch
 
     def watching(machine: Machine, counter: str, most: int) -> None:
         before = machine.group.flights
@@ -260,7 +262,16 @@ def _watch_waits() -> set[int]:
         if machine.group.flights != before and machine.launch.name == "attend_kernel":
             seen.add(machine.step.instruction.line)
 
-    Machine.wait = watching  # type: ignore[method-assign]
+    def meeting(machine: Machine) -> None:
+        if machine.journal.entries and machine.launch.name == "attend_kernel":
+            place = machine.workgroup_of
+            using = {g for entry in machine.journal.entries for g in np.unique(place[entry.waves]).tolist()}
+            for group in machine._waiting:
+                if not using.isdisjoint(place[group.waves].tolist()):
+                    seen.add(machine.launch.steps[group.pc - 1].instruction.line)
+        meet(machine)
+
+    Machine.wait, Machine._end_of_epoch = watching, meeting  # type: ignore[method-assign]
     return seen
 
 

@@ -18,8 +18,8 @@ from anymla.verification.amdgcn.driver import CHIPS, emulated
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'anymla[triton]'")
 
 CALLS = Path(__file__).parent / "emulator_calls.py"
-EVERY = {"gfx90a": 5, "gfx942": 3, "gfx950": 5}
-"""Which part of the waits and masks is tried here; all of them with `emulator_calls.py CHIP mutants`."""
+EVERY = {"gfx90a": 2, "gfx942": 1, "gfx950": 2}
+"""Of how many sites one is tried here; all of them with `emulator_calls.py CHIP mutants`."""
 
 
 @lru_cache
@@ -62,9 +62,9 @@ def test_products_of_every_type_and_size_are_exact(chip):
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_every_barrier_that_is_missing_is_found(chip):
-    found = checked(chip, "mutants", "barrier", "1" if chip == "gfx942" else "2")
-    assert len(found) >= 4
-    assert [fact["text"] for fact in found if not fact["found"]] == []
+    found = checked(chip, "mutants", "barrier", "1")
+    assert len(found) >= 8
+    assert [fact for fact in found if not fact["found"] and not fact["redundant"]] == []
 
 
 @pytest.mark.parametrize("chip", CHIPS)
