@@ -123,7 +123,10 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
     ("gather", "*"): (Launch(block_m=16, block_n=1, num_warps=4, num_stages=1),),
     ("index_logits", "*"): (Launch(block_m=64, block_n=64, num_warps=4, num_stages=2),),
     ("index_logits", "sm90"): (Launch(block_m=128, block_n=128, num_warps=8, num_stages=3),),
-    ("choose", "*"): (Launch(block_m=1, block_n=16384, num_warps=16, num_stages=1),),
+    ("choose", "*"): (
+        Launch(block_m=1, block_n=4096, num_warps=16, num_stages=1),
+        Launch(block_m=1, block_n=8192, num_warps=16, num_stages=1),
+    ),
     ("cache_write", "*"): (Launch(block_m=1, block_n=1, num_warps=2, num_stages=1),),
 }
 """Rows of a kernel in order of preference, width by width: the first that takes a shape and its rows."""

@@ -47,19 +47,18 @@ def choose_kernel(
     there = tl.sum(is_there.to(tl.int32), 0)
     wanted = tl.minimum(there, topk)
     # The largest threshold that at least `wanted` keys reach; all of them, if there are no more.
-    threshold = tl.full((), LOWEST, tl.int64)
+    threshold = tl.where(there <= topk, LOWEST + 1, LOWEST).to(tl.int32)
     count = there
-    bit = 31
-    if there <= topk:
-        threshold += 1
-    while (count > wanted) & (bit >= 0):
-        higher = threshold + (tl.full((), 1, tl.int64) << bit)
-        reached = tl.sum((key >= higher.to(tl.int32)).to(tl.int32), 0)
+    step = tl.full((), LOWEST, tl.int32)
+    while (count > wanted) & (step != 0):
+        # The bit is not set yet; that of the sign, which is, is cleared to go up.
+        higher = threshold ^ step
+        reached = tl.sum((key >= higher).to(tl.int32), 0)
         if reached >= wanted:
             threshold = higher
             count = reached
-        bit -= 1
-    above, equal = key > threshold.to(tl.int32), key == threshold.to(tl.int32)
+        step = (step >> 1) & 0x7FFFFFFF
+    above, equal = key > threshold, key == threshold
     lacking = wanted - tl.sum(above.to(tl.int32), 0)
     # Two counts in one sum; neither exceeds PIECE, which fits sixteen bits.
     both = above.to(tl.int32) + (equal.to(tl.int32) << 16)

@@ -12,10 +12,8 @@ from anymla.backends.triton_mla.keys import (
     FNUZ_RATIO,
     FP8_FN_BYTES,
     FP8_FNUZ_BYTES,
-    PLAIN,
     TILED_FN,
     TILED_FN_BYTES,
-    TILED_FNUZ,
     TILED_FNUZ_BYTES,
     converted,
 )
@@ -56,8 +54,8 @@ def index_logits_kernel(
 ):
     """Grid: SPAN keys, TOKENS rows. Of a row, only the logits of keys that it sees are written.
 
-    FORMAT and Q_FORMAT are those of `keys`, tiled ones being rows of L bytes with one scale, as index_k has
-    them; DTYPE is that of the products. Rows are numbered from first_row in `logits` [rows, keys].
+    FORMAT and Q_FORMAT are those of `keys`, tiled ones being rows of L fp8 values with one scale, as index_k has
+    them, uint8 where the chip cannot convert them; DTYPE is that of the products. Rows are numbered from first_row in `logits` [rows, keys].
     """
     HEADS: tl.constexpr = TOKENS * HEADS_PADDED
     begin = tl.program_id(0) * SPAN
@@ -116,16 +114,12 @@ def index_logits_kernel(
 @triton.jit
 def _values(raw, dtype: tl.constexpr, FORMAT: tl.constexpr):
     """Elements as `dtype`; bytes that the chip cannot convert come out smaller by `_ratio`."""
-    if FORMAT == TILED_FN:
-        return raw.to(tl.float8e4nv, bitcast=True).to(dtype)
-    elif FORMAT == TILED_FNUZ:
-        return raw.to(tl.float8e4b8, bitcast=True).to(dtype)
-    elif FORMAT == TILED_FN_BYTES:
+    if FORMAT == TILED_FN_BYTES:
         return converted(raw, dtype, FP8_FN_BYTES)
     elif FORMAT == TILED_FNUZ_BYTES:
         return converted(raw, dtype, FP8_FNUZ_BYTES)
     else:
-        return converted(raw, dtype, PLAIN)
+        return raw.to(dtype)
 
 
 @triton.jit

@@ -38,8 +38,7 @@ class IndexState:
         arch: The chip.
         launch: Columns (query tokens × heads) and keys of a tile of logits.
         tokens: Query tokens of a tile.
-        piece: Logits that one program of the choice holds.
-        choice_warps: Its warps.
+        choice: Logits that a program of the choice holds, and its warps.
         sequences: [T] int32, the sequence of each row; -1: none.
         visible: [T] int32, the keys that it sees.
         logits: [rows, keys] fp32.
@@ -51,8 +50,7 @@ class IndexState:
     arch: str
     launch: Launch
     tokens: int
-    piece: int
-    choice_warps: int
+    choice: Launch
     sequences: Tensor
     visible: Tensor
     logits: Tensor
@@ -75,26 +73,26 @@ def plan_index_topk(batch: Batch, problem: Problem, machine: Machine, knobs: Map
     heads = triton.next_power_of_2(max(problem.num_heads, 16))
     launch = next((row for row in rows if row.block_m >= heads), rows[-1])
     tokens = max(1, min(launch.block_m // heads, triton.next_power_of_2(batch.max_q_len)))
-    choice = launch_rows("choose", machine.arch)[0]
-    piece = min(choice.block_n, max(1024, triton.next_power_of_2(batch.max_seq_len)))
-    piece = max(piece, 2 * triton.next_power_of_2(problem.topk))
+    choices = launch_rows("choose", machine.arch)
+    # Each level leaves at most half of what it is given.
+    able = [row for row in choices if row.block_n >= 2 * problem.topk]
+    choice = next((row for row in able if row.block_n >= batch.max_seq_len), able[-1])
     width = -(-max(batch.max_seq_len, 1) // 16) * 16
     at_once = max(1, LOGITS_BYTES // (4 * width) // tokens) * tokens
     at_once = min(at_once, max(batch.num_tokens, 1))
     sequences, visible = _rows(batch)
     ids = []
-    pieces = -(-batch.max_seq_len // piece)
+    pieces = -(-batch.max_seq_len // choice.block_n)
     while pieces > 1:
         ids.append(torch.empty((at_once, pieces * problem.topk), dtype=torch.int32, device=device))
-        pieces = -(-ids[-1].shape[1] // piece)
+        pieces = -(-ids[-1].shape[1] // choice.block_n)
     return IndexState(
         problem=problem,
         batch=batch,
         arch=machine.arch,
         launch=launch,
         tokens=tokens,
-        piece=piece,
-        choice_warps=max(4, choice.num_warps * piece // max(choice.block_n, piece)),
+        choice=choice,
         sequences=sequences,
         visible=visible,
         logits=torch.empty((at_once, width), dtype=torch.float32, device=device),
@@ -133,6 +131,9 @@ def _logits(args: IndexArgs, state: IndexState, first: int, last: int) -> None:
     """Fill the first last - first rows of state.logits, as far as each of them sees."""
     launch, table, heads = state.launch, state.batch.block_table, args.q.shape[1]
     data, form = elements(args.cache, state.arch)
+    if form in (keys.TILED_FN.value, keys.TILED_FNUZ.value):
+        # In the dtype of the product, copies go straight to where it reads them; scales are found all the same.
+        data = data.view(args.cache.format.value_dtype)
     q, q_form, product = _query_form(args.q, args.cache, form, state.arch)
     span = SPAN_BLOCKS * launch.block_n
     grid = (-(-state.batch.max_seq_len // span), -(-(last - first) // state.tokens))
@@ -181,7 +182,7 @@ def _query_form(q: Tensor, cache: KVCache, form: int, arch: str) -> tuple[Tensor
     name = "fp8_e4m3fnuz" if fnuz else "fp8_e4m3fn"
     if chip is not None and chip.has_fp8 and name == f"fp8_{chip.fp8_flavour}":
         own = (keys.TILED_FN, keys.TILED_FNUZ)[fnuz].value
-        return q.view(torch.uint8), own, _FP8[name] if form == own else tl.bfloat16
+        return q, own, _FP8[name] if form == own else tl.bfloat16
     own = (keys.TILED_FN_BYTES, keys.TILED_FNUZ_BYTES)[fnuz].value
     return q.view(torch.uint8), own, tl.bfloat16
 
@@ -192,7 +193,7 @@ def _choose(args: IndexArgs, state: IndexState, first: int, last: int) -> None:
     levels = (*state.ids, args.indices[first:last])
     for level, (ids, chosen) in enumerate(pairwise((state.logits, *levels))):
         count = ids.shape[1] if level else state.batch.max_seq_len
-        choose_kernel[(last - first, max(1, -(-count // state.piece)))](
+        choose_kernel[(last - first, max(1, -(-count // state.choice.block_n)))](
             state.logits,
             state.visible[first:],
             ids if level else None,
@@ -203,7 +204,8 @@ def _choose(args: IndexArgs, state: IndexState, first: int, last: int) -> None:
             ids.stride(0),
             *chosen.stride(),
             TOPK_PADDED=triton.next_power_of_2(topk),
-            PIECE=state.piece,
+            PIECE=state.choice.block_n,
             HAS_IDS=level > 0,
-            num_warps=state.choice_warps,
+            num_warps=state.choice.num_warps,
+            num_stages=state.choice.num_stages,
         )

@@ -7,18 +7,26 @@ those of MODELS.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import product
 
 import torch
 
-from anymla.contract import Batch, DecodeArgs, PrefillArgs, SparseArgs, WriteArgs
+from anymla.contract import Batch, DecodeArgs, IndexArgs, PrefillArgs, SparseArgs, WriteArgs
 from anymla.hardware.probe import Machine
 from anymla.kv_cache import KV_FORMATS, KVCache
 from anymla.problem import Feature, Problem
 from anymla.verification.audit.capture import BACKEND
 
 triton_mla = import_module(BACKEND)
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8_e4m3fn": torch.float8_e4m3fn,
+    "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
+}
 NUM_SEQS, SEQ_LEN, TOPK = 8, 4096, 2048
+INDEX_LEN = 32
+"""Times topk, the length of a sequence that is chosen from: one piece for few, several levels for many."""
 FAR_BYTES = (2 << 30) + (1 << 20)
 """A cache whose last byte is out of reach of a signed 32-bit offset. Its memory is never touched."""
 ATTENTION = frozenset((Feature.LSE, Feature.SINKS))
@@ -57,9 +65,13 @@ class Call:
 
     def run(self, machine: Machine) -> None:
         """Plan and launch, on memory that is not looked at."""
-        {"decode": self._decode, "sparse_decode": self._sparse, "prefill": self._prefill}.get(
-            self.problem.op, self._write
-        )(machine)
+        {
+            "decode": self._decode,
+            "sparse_decode": self._sparse,
+            "prefill": self._prefill,
+            "index_topk": self._index,
+            "write_cache": self._write,
+        }[self.problem.op](machine)
 
     def _decode(self, machine: Machine) -> None:
         p = self.problem
@@ -95,6 +107,13 @@ class Call:
             *self._rest(tokens, p.v_head_dim),
         )
         triton_mla.prefill(args, triton_mla.plan_prefill(batch, p, machine, {}))
+
+    def _index(self, machine: Machine) -> None:
+        p, tokens = self.problem, NUM_SEQS * self.problem.q_len
+        plan = triton_mla.plan_index_topk(self._batch(INDEX_LEN * p.topk, cached=True), p, machine, {})
+        q = torch.empty(tokens, p.num_heads, p.kv_lora_rank).to(DTYPES[p.q_dtype])
+        weights, indices = torch.empty(tokens, p.num_heads), torch.empty(tokens, p.topk, dtype=torch.int32)
+        triton_mla.index_topk(IndexArgs(q, weights, self._cache(), p.topk, indices), plan)
 
     def _write(self, machine: Machine) -> None:
         p, dtype = self.problem, DTYPES[self.problem.q_dtype]
@@ -189,6 +208,21 @@ def calls(machine: Machine) -> Iterator[Call]:
     for kv_format in (*FP8, "bf16"):
         yield Call(replace(prefill, q_len=64, kv_format=kv_format, block_size=16), context=192)
         yield Call(replace(prefill, q_len=64, kv_format=kv_format), context=192, far=True)
+
+    index = replace(usual, op="index_topk", kv_lora_rank=128, qk_rope_head_dim=0, topk=TOPK)
+    index = replace(index, features=frozenset())
+    keys = "index_k" + ("_fnuz" if native == "fnuz" else "")
+    # Those of the models: one query token, some, and a prefill.
+    for heads, q_len in product((16, 32, 64), (1, 4, 256)):
+        many = replace(index, num_heads=heads, q_len=q_len)
+        yield Call(replace(many, kv_format=keys, q_dtype=fp8))
+        yield Call(replace(many, kv_format=keys, topk=128))
+    for kv_format in ("index_k", "index_k_fnuz", "bf16"):
+        for q_dtype in ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz"):
+            yield Call(replace(index, num_heads=64, kv_format=kv_format, q_dtype=q_dtype))
+        yield Call(replace(index, num_heads=64, kv_format=kv_format), far=True)
+    for kv_format in ("index_k", "index_k_fnuz"):
+        yield Call(replace(index, op="write_cache", num_heads=1, kv_format=kv_format, topk=0))
 
     for kv_format in (*FLOATS, *FP8):
         write = Problem("write_cache", "bf16", kv_format, 1, 512, 64, block_size=64)

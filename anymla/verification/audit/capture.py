@@ -26,6 +26,8 @@ KERNELS: Mapping[str, str] = {
     "expand_kernel": "expand",
     "gather_kernel": "gather",
     "store_kernel": "cache_write",
+    "index_logits_kernel": "index_logits",
+    "choose_kernel": "choose",
 }
 """The name in LAUNCH of each device function; one that is not here goes by its own."""
 
@@ -81,6 +83,8 @@ class Specialisation:
         facts = {"BLOCK_M": row.block_m, "BLOCK_N": row.block_n, "SWAP": row.swap, "REREAD": row.reread}
         if self.kernel == "combine":
             facts = {"BLOCK_P": row.block_n}
+        if self.kernel == "choose":
+            facts = {"PIECE": row.block_n}
         widest = 0
         if self.kernel == "prefill":
             key = constants["P_WIDTH"] * constants["P_CHUNKS"] + (constants["R"] and constants["R_PADDED"])
