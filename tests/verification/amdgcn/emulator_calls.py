@@ -130,6 +130,7 @@ def check_dots(chip: str) -> Iterator[dict[str, Any]]:
 
 # What is provably redundant: a pattern of the source line, and why nothing can depend on it.
 REDUNDANT = {
+    "barrier": {r"rows\[:, None\] \+ cols": "each wave overwrites only what it has read itself"},
     "exec": {
         r"tl\.load\(sinks \+ heads, mask=live": "a row that is not live is not stored",
         r"tl\.store\(lse \+ row \* stride_lt \+ head": "every thread stores the same -inf in the same place",
@@ -242,7 +243,8 @@ def check_mutants(chip: str, kinds: str, every: int) -> Iterator[dict[str, Any]]
                 if kind == "mask" and re.search(r"//|%", line):
                     # A step of a division, no mask.
                     continue
-                found = mutants.found(index, ("lockstep",))
+                orders = ("lockstep", "forward", "reverse") if kind == "barrier" else ("lockstep",)
+                found = mutants.found(index, orders)
                 why = next((why for rx, why in REDUNDANT.get(kind, {}).items() if re.search(rx, line)), "")
                 if kind in IDLE and instruction.line not in landed:
                     why = IDLE[kind]
