@@ -48,6 +48,7 @@ class Step:
             one, "" not at all or by itself.
         lower: Of "upward", the sources of the first register written.
         halves: Of a dual instruction.
+        counter: Of a load whose data come back in the order in which they were asked for.
         flow: "" for one that goes on behind itself, else "branch", "barrier" or "end".
         target: Of a branch.
         ticks: Of the crude clock.
@@ -66,6 +67,7 @@ class Step:
     touches: frozenset[int] = field(default_factory=frozenset)
     lower: tuple[int, ...] = ()
     halves: "tuple[Step, ...]" = ()
+    counter: str = ""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -433,10 +435,7 @@ class Machine:
         while True:
             step = self.step = steps[pc]
             if group.in_flight and not step.touches.isdisjoint(group.in_flight):
-                register = next(iter(step.touches & group.in_flight))
-                raise self.fault(
-                    f"{self._named(register)} is used before its load was waited for", group.waves[0]
-                )
+                self._check_flights(step)
             if not partial.isdisjoint(step.touches):
                 for part in step.halves or (step,):
                     self._watch(part)
@@ -475,6 +474,16 @@ class Machine:
             Group(stays, group.pc, group.party, group.clock, group.flights),
             Group(goes, step.target, group.party, group.clock, group.flights),
         ]
+
+    def _check_flights(self, step: Step) -> None:
+        """A step may touch no register in flight, but a load may follow one into the same register."""
+        for flight in self.group.flights:
+            early = step.touches.intersection(flight.registers)
+            if step.counter and step.counter == flight.counter:
+                early -= set(step.writes).difference(step.reads, step.trusts)
+            if early:
+                what = f"{self._named(min(early))} is used before its load was waited for"
+                raise self.fault(what, int(self.waves[0]))
 
     def _watch(self, step: Step) -> None:
         """Follow what is not defined through one step, before it is executed."""

@@ -121,7 +121,7 @@ def check_dots(chip: str) -> Iterator[dict[str, Any]]:
                 c = torch.empty(m, n)
                 emulator.launches.clear()
                 x, y = (t.to(DOT_TYPES[kind]) for t in (a, b))
-                nonk = 32 if min(m, n) >= 32 else 16
+                nonk = 32 if min(m, n) >= 32 and ARCHES[chip].wave_size == 64 else 16
                 dot_kernel[(1,)](x, y, c, m, n, k, "ieee", num_warps=warps, matrix_instr_nonkdim=nonk)
                 used = [name for name in emulator.launches[0].executed if re.match("v_(mfma|wmma)", name)]
                 right = torch.equal(c, a @ b)

@@ -257,9 +257,13 @@ def test_one_register_of_each_pair_is_moved():
     assert (after.v(6)[0], after.v(7)[0]) == (2, 3)
 
 
-@covers("v_dot2_f32_f16", "v_dot2_f32_bf16")
+@covers("v_dot2_f32_f16", "v_dot2_f32_bf16", "v_dot2c_f32_f16", "v_dot2c_f32_bf16")
 def test_two_products_are_summed():
     given = {3: f16(2.0) | f16(3.0) << 16, 4: f16(5.0) | f16(-7.0) << 16, 5: f32(0.5)}
     assert execute("  v_dot2_f32_f16 v2, v3, v4, v5", v=given).v(2)[0] == f32(-10.5)
     given = {3: f32(2.0) >> 16 | f32(3.0), 4: f32(5.0) >> 16 | f32(-7.0), 5: f32(0.5)}
     assert execute("  v_dot2_f32_bf16 v2, v3, v4, v5", v=given).v(2)[0] == f32(-10.5)
+    sums = {**given, 2: f32(0.5)}
+    assert execute("  v_dot2c_f32_bf16 v2, v3, v4", v=sums).v(2)[0] == f32(-10.5)
+    halves = {2: f32(0.5), 3: f16(2.0) | f16(3.0) << 16, 4: f16(5.0) | f16(-7.0) << 16}
+    assert execute("  v_dot2c_f32_f16 v2, v3, v4", v=halves).v(2)[0] == f32(-10.5)

@@ -414,6 +414,20 @@ def test_an_older_load_has_landed_when_one_may_be_under_way():
         execute(text.format("v5"), **given)
 
 
+def test_a_load_may_follow_another_into_the_same_register():
+    memory = Memory()
+    address = memory.map(np.arange(1024, dtype=np.uint8))
+    text = """
+  global_load_dword v4, v[2:3], off
+  global_load_dword v4, v[2:3], off offset:4
+  s_waitcnt vmcnt({})
+  v_mov_b32 v5, v4"""
+    given = {"v": {2: address & M32, 3: address >> 32}, "memory": memory}
+    assert execute(text.format(0), **given).v(5)[0] == 0x07060504
+    with pytest.raises(Fault, match="vector register 4"):
+        execute(text.format(1), **given)
+
+
 @pytest.mark.parametrize(
     ("text", "name"),
     [

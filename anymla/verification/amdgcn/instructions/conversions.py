@@ -37,12 +37,12 @@ class Special(Row):
 
     Attributes:
         build: Makes what is executed.
-        keeps: Whether a part of the destination stays.
+        sums: Whether the destination is read as well.
         also: Other mnemonics of the same.
     """
 
     build: Callable[[Context], Run]
-    keeps: bool = False
+    sums: bool = False
     also: tuple[str, ...] = ()
 
     def forms(self) -> Sequence[str]:
@@ -51,7 +51,8 @@ class Special(Row):
     def decode(self, context: Context) -> Step:
         target, *sources = context.instruction.operands
         run = self.build(context)
-        reads, writes = numbers_of(context, sources), numbers_of(context, [target])
+        writes = numbers_of(context, [target])
+        reads = [*numbers_of(context, sources), *(writes if self.sums else [])]
         return step(run, context, reads, writes)
 
 
@@ -233,6 +234,10 @@ def _dot2(to_f32: Callable[[Array], Array]) -> Callable[[Context], Run]:
     return build
 
 
+def _f16(halves: Array) -> Array:
+    return halves.view(F16).astype(F32)
+
+
 def _bf16(halves: Array) -> Array:
     return (halves.astype(U32) << U32(16)).view(F32)
 
@@ -261,6 +266,8 @@ ROWS: tuple[Row, ...] = (
     Special("v_bitop3_b32", _logic_of_three(32)),
     Special("v_bitop3_b16", _logic_of_three(16)),
     Special("v_pk_mov_b32", _moved_pair),
-    Special("v_dot2_f32_f16", _dot2(lambda halves: halves.view(F16).astype(F32)), also=("v_dot2c_f32_f16",)),
-    Special("v_dot2_f32_bf16", _dot2(_bf16), also=("v_dot2c_f32_bf16",)),
+    Special("v_dot2_f32_f16", _dot2(_f16)),
+    Special("v_dot2_f32_bf16", _dot2(_bf16)),
+    Special("v_dot2c_f32_f16", _dot2(_f16), sums=True, also=("v_dot2acc_f32_f16",)),
+    Special("v_dot2c_f32_bf16", _dot2(_bf16), sums=True, also=("v_dot2acc_f32_bf16",)),
 )

@@ -216,9 +216,8 @@ class Load(Row):
         writes = numbers_of(context, [target])
         reads = numbers_of(context, where)
         if self.space is SCRATCH:
-            return step(
-                _from_scratch(place, number, kind, writes), context, (), writes, trusts=reads, spread=""
-            )
+            run_scratch = _from_scratch(place, number, kind, writes)
+            return step(run_scratch, context, (), writes, trusts=reads, spread="", counter="vmcnt")
 
         def run(m: Machine) -> None:
             addresses, mask = place(m)
@@ -226,7 +225,7 @@ class Load(Row):
             put_words(m, number, kind, words)
             m.fly("vmcnt", writes)
 
-        return step(run, context, (), writes, trusts=reads, spread="")
+        return step(run, context, (), writes, trusts=reads, spread="", counter="vmcnt")
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,9 @@ class SharedLoad(Row):
                 put_words(m, registers[0] - SCALARS, kind, words)
             m.fly("lgkmcnt", writes, accesses=[access for _, access, _ in found])
 
-        return step(run, context, (), writes, trusts=numbers_of(context, [address]), spread="")
+        return step(
+            run, context, (), writes, trusts=numbers_of(context, [address]), spread="", counter="lgkmcnt"
+        )
 
 
 def _transposed(words: Array, size: int) -> Array:
