@@ -3,13 +3,14 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 from anymla.backends import BACKENDS, Backend
 from anymla.errors import NoBackend, Reasons, UnknownBackend
 from anymla.hardware.arches import ARCHES
 from anymla.hardware.probe import NEWEST, PACKAGES, Machine
-from anymla.hardware.quirks import QUIRKS, Quirk
+from anymla.hardware.quirks import QUIRKS, Quirk, Weighed
 from anymla.problem import DTYPE_NAMES, KV_FORMAT_NAMES, OPS, Problem
 from anymla.rules import Rule, likeness, listed, one_of
 
@@ -144,15 +145,17 @@ def _verdict(name: str, problem: Problem, machine: Machine, tp_heads: TPHeads) -
     rows = [row for row in BACKENDS if row.name == name]
     row = min(rows, key=lambda row: _remoteness(row, problem, machine))
     reasons = _reasons(row, problem, machine)
-    quirks = _quirks(row, problem, machine)
+    weighed = _weighed(row, problem, machine)
+    quirks = _quirks(row, problem, machine) + weighed.quirks
     heads = problem.num_heads
+    padding = (heads, row.num_heads.padded(heads)) if row.num_heads.accepts(heads) else None
     return Verdict(
         backend=row,
         accepted=not reasons,
         reasons=reasons,
         quirks=quirks,
         knobs={quirk.knob: quirk.setting(problem) for quirk in quirks if quirk.knob},
-        padding=(heads, row.num_heads.padded(heads)) if row.num_heads.accepts(heads) else None,
+        padding=(heads, weighed.lanes) if weighed.lanes else padding,
         nearest=_nearest(row, problem, machine, tp_heads) if reasons else "",
     )
 
@@ -193,7 +196,15 @@ def _reasons(row: Backend, problem: Problem, machine: Machine) -> tuple[str, ...
         for name, value, rule in _refused(row, problem, machine)
     ]
     reasons += [quirk.refuse for quirk in _refusing(row, problem, machine)]
-    return tuple(reasons)
+    return (*reasons, *_weighed(row, problem, machine).reasons)
+
+
+def _weighed(row: Backend, problem: Problem, machine: Machine) -> Weighed:
+    """What the manifest of a row says of a call that its rules let pass; nothing where it has none."""
+    if not row.manifest or _missing(row, machine) or _refused(row, problem, machine):
+        return Weighed(())
+    weighed: Weighed = import_module(row.manifest).weigh(problem, machine)
+    return weighed
 
 
 def _remoteness(row: Backend, problem: Problem, machine: Machine) -> tuple[bool, bool, int, float, int]:
@@ -223,7 +234,7 @@ def _nearest(row: Backend, problem: Problem, machine: Machine, tp_heads: TPHeads
     packages = machine.packages + tuple((package, NEWEST) for package in missing)
     there = replace(machine, arch=str(arch), packages=packages)
     for place, changed in _candidates(row, _changed(problem, nearby), there, machine, tp_heads):
-        if not _refused(row, changed, place) and not _refusing(row, changed, place):
+        if not any(objects(row, changed, place) for objects in (_refused, _refusing, _unlisted)):
             words = [] if place.arch == machine.arch else [f"on {place.arch}"]
             words += [f"after {PACKAGES[package].install}" for package in missing]
             words += _change_in_words(problem, changed, tp_heads)
@@ -240,6 +251,8 @@ def _candidates(
     if there.arch != here.arch:
         yield from ((replace(there, arch=arch), problem) for arch in ARCHES if row.arch.accepts(arch))
     looked_at = {name for quirk in _refusing(row, problem, there) for name in quirk.when}
+    if _unlisted(row, problem, there):
+        looked_at |= {"num_heads", "kv_format", "features"}
     if "num_heads" in looked_at:
         for _, heads in sorted(tp_heads, key=lambda pair: abs(pair[1] - problem.num_heads)):
             yield there, replace(problem, num_heads=heads)
@@ -252,6 +265,10 @@ def _candidates(
 
 def _refusing(row: Backend, problem: Problem, machine: Machine) -> list[Quirk]:
     return [quirk for quirk in _quirks(row, problem, machine) if quirk.refuse]
+
+
+def _unlisted(row: Backend, problem: Problem, machine: Machine) -> tuple[str, ...]:
+    return _weighed(row, problem, machine).reasons
 
 
 def _changed(problem: Problem, change: Mapping[str, Any]) -> Problem:

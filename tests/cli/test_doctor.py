@@ -56,11 +56,11 @@ def test_quirks_of_this_chip_are_listed_with_their_source(monkeypatch: pytest.Mo
     monkeypatch.setattr(module, "this_machine", lambda: machine_named("gfx942"))
     found = json.loads(examined("--json"))
     assert {quirk["does"] for quirk in found["quirks"]} >= {
-        "sets min_num_kv_splits=2",
+        "sets chunk_q=num_heads",
         "AITER has no bf16 kernel of 64 heads with an lse on gfx942",
     }
     assert all(quirk["source"] for quirk in found["quirks"])
-    assert "sets min_num_kv_splits=2" in examined()
+    assert "sets chunk_q=num_heads" in examined()
 
 
 def test_a_broken_torch_is_a_failed_check_and_everything_else_is_still_printed(

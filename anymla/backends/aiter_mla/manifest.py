@@ -1,0 +1,113 @@
+"""Which of AITER's decode kernels a call gets: nothing is accepted that its tables do not hold at all stages.
+
+A call outside them would end the process, so planner, attention and reducer are looked up before any launch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from anymla.backends.aiter_mla import bindings
+from anymla.backends.aiter_mla.facts import Dispatch, Kernel, mode
+from anymla.backends.aiter_mla.provider import Aiter, aiter_of
+from anymla.hardware.probe import NEWEST, Machine
+from anymla.hardware.quirks import KERNEL_QUIRKS, KernelCall, Quirk, Weighed
+from anymla.problem import Feature, Problem
+
+LANES = tuple(range(8, 129, 8))
+"""Head counts that AITER's planner can be asked for."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """One way to run a decode for which every stage has a kernel and no quirk refuses.
+
+    Attributes:
+        call: What the kernel is given.
+        quirks: The quirks that it has, each with a knob.
+    """
+
+    call: KernelCall
+    quirks: tuple[Quirk, ...]
+
+    @property
+    def knobs(self) -> dict[str, int]:
+        """What the quirks set; of several lower bounds the largest."""
+        knobs: dict[str, int] = {}
+        for quirk in self.quirks:
+            assert isinstance(quirk.value, int)
+            knobs[quirk.knob] = max(quirk.value, knobs.get(quirk.knob, quirk.value))
+        return knobs
+
+
+def weigh(problem: Problem, machine: Machine) -> Weighed:
+    """Say how a call would be run, or why not.
+
+    A decode needs a kernel of one query token; one of several is used beside it where a batch fits it.
+    """
+    route, reasons = route_of(problem, aiter_of(machine), 1)
+    return Weighed(reasons) if route is None else Weighed((), route.quirks, route.call.lanes)
+
+
+@lru_cache(maxsize=4096)
+def route_of(problem: Problem, aiter: Aiter, q_len: int) -> tuple[Route | None, tuple[str, ...]]:
+    """The route with the least padding, that without a plan first; or None and why there is none."""
+    reasons = list(aiter.refusals(bindings.DECODE))
+    if reasons:
+        return None, tuple(reasons)
+    assert aiter.dispatch is not None
+    lse = bool(problem.features & {Feature.LSE, Feature.SINKS})
+    q, kv = problem.q_dtype.partition("_")[0], problem.kv_format.partition("_")[0]
+    refused: dict[str, None] = {}
+    for call in _calls(aiter, aiter.dispatch, q, kv, problem.num_heads, q_len, lse):
+        quirks = quirks_of(call, aiter)
+        why = [quirk.refuse for quirk in quirks if quirk.refuse]
+        if not why:
+            return Route(call, quirks), ()
+        refused.update(dict.fromkeys(why))
+    what = f"{q} queries, {kv} cache, {problem.num_heads} heads{' and an lse' if lse else ''}"
+    return None, (f"{aiter} has no sound kernel on {aiter.arch} for {what}", *refused)
+
+
+def quirks_of(call: KernelCall, aiter: Aiter) -> tuple[Quirk, ...]:
+    """The quirks that a kernel has in this release."""
+    version = NEWEST if aiter.release == "HEAD" else aiter.release
+    packages = {"aiter": version}
+    return tuple(q for q in KERNEL_QUIRKS if q.applies(call, "aiter", aiter.arch, packages))
+
+
+def _calls(
+    aiter: Aiter, dispatch: Dispatch, q: str, kv: str, heads: int, q_len: int, lse: bool
+) -> Iterator[KernelCall]:
+    """Every call that has a kernel at each stage."""
+    for lanes in (lanes for lanes in LANES if lanes >= heads):
+        for persistent in (False, True):
+            found = dispatch.look_up(aiter.arch, q, kv, persistent=persistent, heads=lanes, q_len=q_len)
+            if found is None:
+                continue
+            if persistent and lanes // found.fold not in aiter.decode_reducers:
+                continue
+            lse_from = dispatch.lse_from[mode(persistent)]
+            of_lse = int(lse and lse_from == "keyed")
+            shape = (q, kv, found.heads, found.persistent, found.q_len)
+            kernel = _row(aiter, (*shape, 0, int(dispatch.causal_rows), of_lse, 0))
+            if kernel is not None:
+                yield KernelCall(
+                    q,
+                    kv,
+                    lanes,
+                    found.fold,
+                    q_len,
+                    persistent,
+                    lse,
+                    lse_from,
+                    dispatch.tokens_fold_in_order,
+                    kernel.code_object,
+                )
+
+
+def _row(aiter: Aiter, key: tuple[str | int, ...]) -> Kernel | None:
+    """The row with a key: the first, as AITER takes it, unless several share the key."""
+    rows = [kernel for kernel in aiter.kernels if kernel[:-1] == key]
+    # AITER keeps its rows in an unordered map, so which of two it takes is not known.
+    return rows[0] if len(rows) == 1 else None

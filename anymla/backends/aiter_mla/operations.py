@@ -1,0 +1,11 @@
+"""The operations of the AITER backend, as every backend has them."""
+
+from anymla.backends.aiter_mla.decode import (
+    decode,
+    plan_decode,
+    plan_sparse_decode,
+    sparse_decode,
+    update_decode,
+)
+
+__all__ = ["decode", "plan_decode", "plan_sparse_decode", "sparse_decode", "update_decode"]
