@@ -25,7 +25,7 @@ from anymla.verification.amdgcn.machine import MOST_STEPS, Machine
 from anymla.verification.amdgcn.memory import Memory
 from anymla.verification.amdgcn.program import Program, packed, program
 
-CHIPS = ("gfx90a", "gfx942", "gfx950")
+CHIPS = ("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201")
 """Chips whose every shipped kernel the emulator runs."""
 
 UNITS = 3

@@ -301,6 +301,10 @@ for _kind in ("f16", "f32", "f64"):
 for _kind in ("f16", "f32"):
     FLOATS[f"v_pk_add_{_kind}"] = [(((1.5, 4.0), (2.25, -1.0)), (3.75, 3.0))]
     FLOATS[f"v_pk_mul_{_kind}"] = [(((1.5, 4.0), (2.5, -1.0)), (3.75, -4.0))]
+for _kind in ("f16", "f32"):
+    for _suffix in ("", "_num"):
+        FLOATS[f"v_maxmin{_suffix}_{_kind}"] = [((-5.0, 2.0, 1.0), 1.0), ((NAN, -2.0, 1.0), -2.0)]
+        FLOATS[f"v_minmax{_suffix}_{_kind}"] = [((3.0, 2.0, 1.0), 2.0), ((3.0, -2.0, 1.0), 1.0)]
 _ORDERED = {**COMPARE, "f": lambda a, b: False}
 _NEGATED = {"nge": "ge", "nlg": "lg", "ngt": "gt", "nle": "le", "neq": "eq", "nlt": "lt"}
 for _kind in ("f16", "f32", "f64"):

@@ -390,7 +390,9 @@ def test_a_register_may_be_used_once_its_load_was_waited_for(text, chip):
         execute(f"{load}\n{use}", **given)
 
 
-@pytest.mark.parametrize("text", ["s_wait_dscnt 0x0", "s_wait_storecnt_dscnt 0x0"])
+@pytest.mark.parametrize(
+    "text", ["s_wait_dscnt 0x0", "s_wait_storecnt_dscnt 0x0", "s_wait_loadcnt_dscnt 0x300"]
+)
 def test_lds_is_waited_for_by_its_own_counter(text):
     lines = "  ds_write_b32 v2, v3\n  ds_read_b32 v4, v2\n  {}\n  v_mov_b32 v5, v4"
     given = {"v": {2: np.arange(32) * 4, 3: 9}, "shared": 128, "chip": "gfx1201"}

@@ -63,7 +63,9 @@ class Wait(Row):
         instruction = context.instruction
         named = self.counters
         if named is not None:
-            limits = dict.fromkeys(named, int(instruction.operands[-1].value))
+            value = int(instruction.operands[-1].value)
+            # Of two counters, the first is in the upper byte.
+            limits = dict(zip(named, [value] if len(named) == 1 else [value >> 8, value & 0xFF], strict=True))
         else:
             found = re.findall(r"(\w+)\((\d+)\)", instruction.text)
             limits = {counter: int(limit) for counter, limit in found}

@@ -129,6 +129,15 @@ ROWS: tuple[Row, ...] = (
     Vector("v_pk_minimum3_f16", "pf16 <- pf16 pf16 pf16", _three(np.minimum)),
     Vector("v_maximum3_f32", "f32 <- f32 f32 f32", _three(np.maximum)),
     Vector("v_minimum3_f32", "f32 <- f32 f32 f32", _three(np.minimum)),
+    *(
+        Vector(f"v_{name}{suffix}_{kind}", f"{kind} <- {kind} {kind} {kind}", operation)
+        for kind in ("f16", "f32")
+        for suffix in ("", "_num")
+        for name, operation in (
+            ("maxmin", lambda a, b, c: np.fmin(np.fmax(a, b), c)),
+            ("minmax", lambda a, b, c: np.fmax(np.fmin(a, b), c)),
+        )
+    ),
     Vector("v_med3_f32", "f32 <- f32 f32 f32", _median, also=("v_med3_num_f32",)),
     Vector("v_fma_f32", "f32 <- f32 f32 f32", fma, also=("v_fmaak_f32", "v_fmamk_f32", "v_mad_f32")),
     Vector("v_fmac_f32", "f32 <- f32 f32 ~f32", fma, also=("v_mac_f32",)),
