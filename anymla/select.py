@@ -213,7 +213,10 @@ def _remoteness(row: Backend, problem: Problem, machine: Machine) -> tuple[bool,
     change = sum(_distance(value, rule.nearest(value)) for _, value, rule in refused)
     heads = row.num_heads.padded(problem.num_heads) if row.num_heads.accepts(problem.num_heads) else 0
     wrong_op, wrong_arch = not row.op.accepts(problem.op), not row.arch.accepts(machine.arch)
-    return wrong_op, wrong_arch, len(_reasons(row, problem, machine)), change, heads
+    # What a manifest says is one objection, however many words it takes.
+    words = len(_weighed(row, problem, machine).reasons)
+    objections = len(_reasons(row, problem, machine)) - max(words - 1, 0)
+    return wrong_op, wrong_arch, objections, change, heads
 
 
 def _distance(value: object, other: object) -> float:
