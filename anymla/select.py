@@ -129,6 +129,14 @@ def choose(problem: Problem, machine: Machine, backend: str = "auto") -> Choice:
     raise NoBackend("\n".join(lines), asked)
 
 
+def library_report(machine: Machine) -> dict[str, dict[str, object]]:
+    """What each manifest knows of its library on a machine, by the name of the backend that calls it."""
+    manifests = {
+        row.name: row.manifest for row in BACKENDS if row.manifest and row.arch.accepts(machine.arch)
+    }
+    return {name: import_module(manifest).report(machine) for name, manifest in manifests.items()}
+
+
 def _check(problem: Problem) -> None:
     reasons = Reasons("problem")
     for name, known in (("op", OPS), ("q_dtype", DTYPE_NAMES), ("kv_format", KV_FORMAT_NAMES)):

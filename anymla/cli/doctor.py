@@ -12,7 +12,7 @@ import typer
 import anymla
 from anymla import select
 from anymla.cli.explain import machine_fields, terminal, verdict_fields
-from anymla.hardware.probe import Machine, this_machine, torch_report
+from anymla.hardware.probe import PACKAGES, Machine, this_machine, torch_report
 from anymla.hardware.quirks import QUIRKS, Quirk
 from anymla.models import model_named
 from anymla.problem import OPS
@@ -38,6 +38,7 @@ def doctor(in_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     verdicts = {op: select.explain(problem, machine) for op, problem in problems.items()}
     quirks = [quirk for quirk in QUIRKS if _is_active(quirk, machine)]
     evidence = list(_evidence(machine.arch))
+    libraries = select.library_report(machine)
     if in_json:
         found = {
             "machine": machine_fields(machine),
@@ -48,10 +49,13 @@ def doctor(in_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
                 {"backend": quirk.backend, "does": str(quirk), "source": quirk.source} for quirk in quirks
             ],
             "evidence": evidence,
+            "libraries": libraries,
         }
         print(json.dumps(found, indent=2))
     else:
-        _show(terminal(), machine, torch, versions, verdicts, quirks, evidence)
+        console = terminal()
+        _show(console, machine, torch, versions, verdicts, quirks, evidence)
+        _show_libraries(console, libraries)
     if "error" in torch:
         raise typer.Exit(1)
 
@@ -102,6 +106,23 @@ def _show(
     console.print(f"[bold]verified[/]  {verified}")
     for record in evidence:
         console.print(f"  {escape(_record_in_words(record))}")
+
+
+def _show_libraries(console: "Console", libraries: dict[str, dict[str, Any]]) -> None:
+    """What is known of the libraries that backends call, read from their own files."""
+    from rich.markup import escape
+
+    for name, found in libraries.items():
+        console.print(f"[bold]{name}[/]     {found['release'] or 'not installed'}")
+        console.print(f"  bound: {', '.join(found['bound']) or 'nothing'}")
+        rows = [f"{count} of {kind}" for kind, count in found["kernels"].items()]
+        console.print(f"  kernels: {', '.join(rows) or 'none'}")
+        for quirk in found["quirks"]:
+            console.print(f"  quirk: {escape(quirk)}")
+        for reason in found["missing"]:
+            console.print(f"  [red]missing: {escape(reason)}[/]")
+        if not found["release"]:
+            console.print(f"  to install: {escape(PACKAGES[name].install)}")
 
 
 def _record_in_words(record: dict[str, Any]) -> str:

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+NOT_RUN = {
+    "compiled": "compiled for {}, not run there",
+    "contract double": "run against a double of its library for {}, not run there",
+}
+"""How what is known of a backend reads where it has not run."""
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -66,6 +72,10 @@ def explain(
         int | None, typer.Option(help="Keys a query token in sparse decode. Left out: as the model.")
     ] = None,
     lse: Annotated[bool, typer.Option("--lse", help="With the lse.")] = False,
+    aiter: Annotated[
+        str | None,
+        typer.Option(help="A release of AITER, such as v0.1.16.post2. Left out: what the machine has."),
+    ] = None,
     in_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Say what every backend would do with a model on a machine, and why.
@@ -89,6 +99,7 @@ def explain(
     answers = []
     for place in machines:
         assert place is not None
+        place = place.having("aiter", aiter) if aiter else place
         problem = row.problem(
             "sparse_decode" if sparse else op,
             tp=tp,
@@ -227,7 +238,7 @@ def _how(answer: Answer) -> str:
     if answer.chosen is None:
         return ""
     evidence, arch = answer.chosen.backend.evidence, answer.machine.arch
-    words = [f"compiled for {arch}, not run there" if evidence == "compiled" else f"{evidence} on {arch}"]
+    words = [NOT_RUN[evidence].format(arch) if evidence in NOT_RUN else f"{evidence} on {arch}"]
     row = launch_row(answer)
     if row is not None:
         words += [f"{row.block_m} rows × {row.block_n} keys, {row.num_warps} warps, {row.num_stages} stages"]
@@ -267,7 +278,10 @@ def _problem_in_words(problem: Problem) -> str:
 
 def _machine_in_words(machine: Machine) -> str:
     if machine.assumed:
-        return f" ({machine.device_name}), assumed with the newest release of every package"
+        named = [f"{name} {version}" for name, version in machine.packages if version]
+        with_named = f"{listed(named, 'and')} and " if named else ""
+        rest = "every other" if named else "every"
+        return f" ({machine.device_name}), assumed with {with_named}the newest release of {rest} package"
     packages = ", ".join(f"{name} {version}" for name, version in machine.packages)
     return f" ({machine.device_name}), this machine, with {packages or 'no package that a backend needs'}"
 

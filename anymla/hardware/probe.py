@@ -5,7 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -68,6 +68,11 @@ class Machine:
     def fp8_flavour(self) -> str:
         """What a bare "fp8" means here."""
         return self.facts.fp8_flavour if self.facts else "e4m3fn"
+
+    def having(self, package: str, version: str) -> "Machine":
+        """The same machine with that release of a package, which makes it one that is only asked about."""
+        packages = dict(self.packages) | {package: version}
+        return replace(self, packages=tuple(sorted(packages.items())), assumed=True)
 
 
 def machine_named(name: str) -> Machine:

@@ -34,12 +34,14 @@ def examined(*arguments: str, exit_code: int = 0) -> str:
 
 def test_json_has_the_machine_versions_every_operation_quirks_and_evidence() -> None:
     found = json.loads(examined("--json"))
-    assert list(found) == ["machine", "versions", "torch", "verdicts", "quirks", "evidence"]
+    assert list(found) == [
+        "machine", "versions", "torch", "verdicts", "quirks", "evidence", "libraries"
+    ]  # fmt: skip
     assert found["machine"]["arch"] == "cpu"
     assert found["versions"]["torch"] == torch.__version__
     assert list(found["verdicts"]) == list(OPS)
     assert [said[-1]["accepted"] for said in found["verdicts"].values()] == [True] * len(OPS)
-    assert (found["quirks"], found["evidence"]) == ([], [])
+    assert (found["quirks"], found["evidence"], found["libraries"]) == ([], [], {})
 
 
 def test_a_person_sees_what_each_backend_does_here() -> None:
@@ -61,6 +63,28 @@ def test_quirks_of_this_chip_are_listed_with_their_source(monkeypatch: pytest.Mo
     }
     assert all(quirk["source"] for quirk in found["quirks"])
     assert "sets chunk_q=num_heads" in examined()
+
+
+def test_on_rocm_it_says_what_aiter_has_and_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = machine_named("gfx942").having("aiter", "v0.1.16.post2")
+    monkeypatch.setattr(module, "this_machine", lambda: machine)
+    aiter = json.loads(examined("--json"))["libraries"]["aiter"]
+    assert aiter["release"] == "0.1.16.post2"
+    assert {"mla_decode_fwd", "mla_reduce_v1", "get_mla_metadata_v1"} <= set(aiter["bound"])
+    assert aiter["kernels"]["bf16/bf16 rows"] == 7
+    assert "this AITER returns an lse that nothing wrote" not in aiter["quirks"]
+    assert "sets finite_slot_0=1" in aiter["quirks"]
+    assert aiter["missing"] == []
+    text = examined()
+    assert "0.1.16.post2" in text
+    assert "quirk: AITER's bf16 kernel of 64 heads faults" in text
+
+
+def test_on_rocm_without_aiter_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "this_machine", lambda: Machine("gfx942", (("torch", "2.13.0"),)))
+    text = examined()
+    assert "not installed" in text
+    assert "to install: building github.com/ROCm/aiter" in text
 
 
 def test_a_broken_torch_is_a_failed_check_and_everything_else_is_still_printed(

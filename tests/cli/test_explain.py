@@ -111,6 +111,20 @@ def test_every_gpu_that_triton_compiles_for_is_named_with_its_launch_row() -> No
                 assert one["launch"]["num_warps"] >= 1
 
 
+def test_a_release_of_aiter_can_be_asked_about() -> None:
+    asked = ("--model", "deepseek-v3", "--tp", "8", "--machine", "gfx942", "--lse")
+    old = answer(*asked, "--aiter", "v0.1.16.post2")
+    assert old["machine"]["packages"]["aiter"] == "v0.1.16.post2"
+    assert old["choice"] == "triton"
+    (reason,) = verdict(old, "aiter")["reasons"][:1]
+    assert reason.startswith("aiter 0.1.16.post2 has no kernel for bf16 × bf16, 16 heads, lse")
+    assert answer(*asked, "--aiter", "0.1.19")["choice"] == "aiter"
+    unknown = verdict(answer(*asked, "--aiter", "9.9"), "aiter")["reasons"]
+    assert "aiter 9.9 is not recorded" in unknown[0]
+    text = run("explain", *asked, "--aiter", "v0.1.16.post2").stdout
+    assert "assumed with aiter v0.1.16.post2 and the newest release of every other package" in text
+
+
 def test_evidence_says_where_a_backend_ran_and_where_it_was_only_compiled() -> None:
     found = answer(
         "--model", "deepseek-v3", "--machine", "gfx942", "--machine", "sm90", "--machine", "gfx1250"
@@ -126,13 +140,12 @@ on gfx942 (MI300X), assumed with the newest release of every package
 
 
  backend   verdict   heads                  why
- ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+ ───────────────────────────────────────────────────────────────────────────────────────────────────────────
  hopper    refuses   12 → 64 (5.33× work)   · not built yet
                                             · arch got gfx942; needs sm90
                                             · kv_format got fp8_e4m3fnuz; needs bf16
                                             → would pass on sm90, with kv_format bf16, once it is built
- aiter     refuses   12                     · aiter 0.1.20.post1 has no sound kernel on gfx942 for bf16 queries, fp8
-                                            cache, 12 heads and an lse
+ aiter     refuses   12                     · aiter 0.1.20.post1 has no kernel for bf16 × fp8, 12 heads, lse
                                             → would pass without lse or more than one query token a sequence
  triton    accepts   12
  cpu       refuses   12                     · arch got gfx942; needs cpu

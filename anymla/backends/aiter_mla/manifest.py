@@ -3,6 +3,7 @@
 A call outside them would end the process, so planner, attention and reducer are looked up before any launch.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -49,6 +50,26 @@ def weigh(problem: Problem, machine: Machine) -> Weighed:
     return Weighed(reasons) if route is None else Weighed((), route.quirks, route.call.lanes)
 
 
+def report(machine: Machine) -> dict[str, object]:
+    """What is known of a machine's AITER: for `anymla doctor`.
+
+    Returns:
+        "release", "bound" (functions that can be called), "missing" (why others, or all, cannot), "kernels"
+        (rows of its table by dtypes and mode) and "quirks" (those that some kernel of the table has).
+    """
+    aiter = aiter_of(machine)
+    missing = list(dict.fromkeys(aiter.refusals(tuple(bindings.FUNCTIONS))))
+    counts = Counter(f"{k.q}/{k.kv} {mode(bool(k.persistent))}" for k in aiter.kernels if not k.prefill)
+    quirks = {q: None for call in _every_call(aiter) for q in quirks_of(call, aiter)}
+    return {
+        "release": aiter.release,
+        "bound": [name for name, found in aiter.bound.items() if isinstance(found, bindings.Binding)],
+        "missing": missing,
+        "kernels": dict(sorted(counts.items())),
+        "quirks": [str(quirk) for quirk in quirks],
+    }
+
+
 @lru_cache(maxsize=4096)
 def route_of(problem: Problem, aiter: Aiter, q_len: int) -> tuple[Route | None, tuple[str, ...]]:
     """The route with the least padding, that without a plan first; or None and why there is none."""
@@ -65,8 +86,8 @@ def route_of(problem: Problem, aiter: Aiter, q_len: int) -> tuple[Route | None, 
         if not why:
             return Route(call, quirks), ()
         refused.update(dict.fromkeys(why))
-    what = f"{q} queries, {kv} cache, {problem.num_heads} heads{' and an lse' if lse else ''}"
-    return None, (f"{aiter} has no sound kernel on {aiter.arch} for {what}", *refused)
+    what = f"{q} × {kv}, {problem.num_heads} heads{', lse' if lse else ''}"
+    return None, (f"{aiter} has no kernel for {what}", *refused)
 
 
 def quirks_of(call: KernelCall, aiter: Aiter) -> tuple[Quirk, ...]:
@@ -74,6 +95,16 @@ def quirks_of(call: KernelCall, aiter: Aiter) -> tuple[Quirk, ...]:
     version = NEWEST if aiter.release == "HEAD" else aiter.release
     packages = {"aiter": version}
     return tuple(q for q in KERNEL_QUIRKS if q.applies(call, "aiter", aiter.arch, packages))
+
+
+def _every_call(aiter: Aiter) -> Iterator[KernelCall]:
+    """Every decode that its tables have."""
+    if aiter.dispatch is None:
+        return
+    for q, kv in (("bf16", "bf16"), ("bf16", "fp8"), ("fp8", "fp8")):
+        for q_len in range(1, 9):
+            for lse in (False, True):
+                yield from _calls(aiter, aiter.dispatch, q, kv, 1, q_len, lse)
 
 
 def _calls(

@@ -85,8 +85,11 @@ class Aiter:
 
 def aiter_of(machine: Machine) -> Aiter:
     """The AITER of a machine: what is installed, or a recorded release where one only asks about it."""
-    release = facts.canonical_release(dict(machine.packages).get("aiter", NEWEST))
-    if machine.assumed or not release:
+    named = dict(machine.packages).get("aiter")
+    if named is None:
+        return installed_aiter("", machine.arch, None)
+    release = facts.canonical_release(named)
+    if machine.assumed or named == NEWEST:
         return recorded_aiter(release or facts.newest_release(), machine.arch)
     return installed_aiter(release, machine.arch, package_root())
 
