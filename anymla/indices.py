@@ -104,6 +104,21 @@ def to_slots(indices: Tensor, block_table: Tensor, qo_indptr: Tensor | None, blo
     return torch.where(is_key & is_right, slot, -1).to(torch.int32)
 
 
+def compacted(indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Move the keys of each row to its front, in order, and count them.
+
+    Args:
+        indices: [T, K] int32 token ids or slots. -1, anywhere, is no key.
+
+    Returns:
+        [T, K] int32 indices, -1 after the last, and [T] int32 counts, as `sparse_decode` takes them; [0, K]
+        and [0] for no tokens.
+    """
+    is_key = indices != -1
+    order = (~is_key).to(torch.uint8).argsort(dim=1, stable=True)
+    return indices.gather(1, order), is_key.sum(1, dtype=torch.int32)
+
+
 def _check_values(
     reasons: Reasons,
     indices: Tensor,

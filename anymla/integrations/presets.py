@@ -30,7 +30,7 @@ class Preset:
         model_class: Name of the class in transformers.
         config: What its config gets beyond the defaults of that class.
         since: The first transformers release among those tested that has it.
-        sparse: Attends to chosen keys only; `attach` refuses it by reason.
+        sparse: Has an indexer, and so attends to chosen keys once there are more than index_topk.
     """
 
     model_class: str
@@ -81,7 +81,9 @@ _HYBRID = {
     "n_shared_experts": 1,
     "layer_types": ["linear_attention", "full_attention"],
 }
-_INDEXED = {**_ROUTED, "index_topk": 16, "index_head_dim": 16, "index_n_heads": 4}
+# Scores of few heads tie at 0, for relu leaves nothing of any of them.
+_INDEXED = {**_ROUTED, "index_topk": 16, "index_head_dim": 16, "index_n_heads": 16}
+_SHARED = {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"]}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -139,13 +141,18 @@ PRESETS: Mapping[str, Preset] = {
     "tiny-qwen2": Preset("Qwen2ForCausalLM", _GROUPED),
     "tiny-qwen3": Preset("Qwen3ForCausalLM", {**_GROUPED, "num_key_value_heads": 1, "head_dim": 24}),
     "tiny-mistral": Preset("MistralForCausalLM", {**_GROUPED, "sliding_window": None}),
-    "tiny-deepseek-v3.2": Preset(
+    "tiny-deepseek-v32": Preset(
         "DeepseekV32ForCausalLM", {**_INDEXED, **_FIRST_DENSE, "n_group": 1, "topk_group": 1}, sparse=True
     ),
-    "tiny-glm-5": Preset("GlmMoeDsaForCausalLM", {**_INDEXED, **_FIRST_DENSE}, sparse=True),
-    "tiny-hy-v4": Preset("HYV4ForCausalLM", _INDEXED, since="5.20.2", sparse=True),
+    "tiny-glm-5": Preset("GlmMoeDsaForCausalLM", {**_INDEXED, **_SHARED, **_FIRST_DENSE}, sparse=True),
+    "tiny-hy-v4": Preset("HYV4ForCausalLM", {**_INDEXED, **_SHARED}, since="5.20.2", sparse=True),
     "tiny-axk2": Preset("AXK2ForCausalLM", _INDEXED, sparse=True),
-    "tiny-dots3-note": Preset("Dots3NoteForCausalLM", _INDEXED, since="5.24.0", sparse=True),
+    "tiny-dots3-note": Preset(
+        "Dots3NoteForCausalLM",
+        {**_INDEXED, "num_hidden_layers": 3, "sliding_window": 8},
+        since="5.24.0",
+        sparse=True,
+    ),
 }
 
 
@@ -217,7 +224,19 @@ def build(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **cha
     config = model_class.config_class(**{**preset.config, **changes})
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        return model_class(config).to(dtype).eval()
+        model = model_class(config).to(dtype).eval()
+        _draw_what_starts_out_alike(model)
+        return model
+
+
+def _draw_what_starts_out_alike(model: Any) -> None:
+    """Give sinks values of their own, and index heads weights of one sign, so that scores seldom tie."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".sinks"):
+                parameter.normal_()
+            elif name.endswith(".indexer.weights_proj.weight"):
+                parameter.abs_()
 
 
 def byte_tokenizer() -> Any:

@@ -223,9 +223,6 @@ class TestWrongUse:
                 id="beyond the context",
             ),
             pytest.param(
-                ("--preset", "tiny-deepseek-v3.2"), ["DeepseekV32Attention", "indexer"], id="sparse model"
-            ),
-            pytest.param(
                 ("--preset", PRESET, "--backend", "cuda"),
                 ["--backend got 'cuda'", "auto", "cpu"],
                 id="unknown backend",

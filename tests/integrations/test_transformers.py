@@ -12,7 +12,6 @@ import transformers
 from hosting import (
     DENSE,
     PROMPTS,
-    SPARSE,
     build,
     eager,
     exact_logits,
@@ -26,7 +25,6 @@ from hosting import (
 )
 from transformers import DynamicCache, StaticCache
 
-from anymla.errors import InvalidInput
 from anymla.integrations import presets
 from anymla.integrations.transformers import attach
 from anymla.verification.judge import judge_tensor
@@ -59,16 +57,6 @@ class TestEveryFamily:
         noise = [real_logits(eager(model), batch), real_logits(model, batch)]
         with attach(model, block_size=4, prefill_threshold=threshold):
             judge_tensor("logits", real_logits(model, batch), reference, *noise).require_pass()
-
-    @pytest.mark.parametrize("name", SPARSE)
-    def test_sparse_attention_is_refused_by_name_before_anything_changes(self, name):
-        model = build(name)
-        before = state(model)
-        with pytest.raises(
-            InvalidInput, match=r"layers.0.self_attn got \w+Attention, which chooses its keys"
-        ):
-            attach(model)
-        assert state(model) == before
 
     def test_a_text_model_inside_a_larger_model_is_attached_and_the_rest_is_left_alone(self):
         model = _kimi_vision()

@@ -2,6 +2,8 @@
 
 import inspect
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,16 +20,17 @@ from anymla.integrations.transformers.cache import adopt, is_paged
 from anymla.integrations.transformers.families import (
     GROUPED,
     LATENT,
-    SPARSE,
     Settings,
     Site,
     break_even_tokens,
+    is_windowed,
     site_of,
 )
 from anymla.integrations.transformers.pages import PagePool
 from anymla.kv_cache import KV_FORMATS
 from anymla.plans import machine_of
 from anymla.problem import Feature, Problem, canonical_name
+from anymla.rules import listed
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -62,19 +65,19 @@ class Attachment:
 
     @property
     def choices(self) -> tuple[select.Choice, ...]:
-        """What was chosen to decode and, if it is ever used, to prefill, with every backend's verdict."""
+        """What was chosen to decode and, where used, to prefill and for chosen keys, with every verdict."""
         return self._choices
 
     @property
     def bytes_per_token(self) -> int:
         """Cache bytes of one token, all layers."""
         row = KV_FORMATS[self.settings.kv_format]
-        return sum(row.bytes_per_token(s.kv_lora_rank, s.qk_rope_head_dim) for s in self.sites.values())
+        return sum(row.bytes_per_token(s.kv_lora_rank, s.qk_rope_head_dim) for s in self._owning().values())
 
     @property
     def stock_bytes_per_token(self) -> int:
         """Bytes of one token in the cache that this transformers would use itself, all layers."""
-        return sum(s.stored_width * s.weight.element_size() for s in self.sites.values())
+        return sum(s.stored_width * s.weight.element_size() for s in self._owning().values())
 
     def explain(self) -> str:
         """Which backend decodes and which prefills, why, and why the others do not."""
@@ -109,6 +112,10 @@ class Attachment:
     ) -> None:
         self.detach()
 
+    def _owning(self) -> dict[int, Site]:
+        """The sites that have tokens of their own in a cache."""
+        return {index: site for index, site in self.sites.items() if site.owns_tokens}
+
     def _adopt(self, cache: Any) -> None:
         wanted = self.settings
         pool = PagePool(
@@ -118,7 +125,7 @@ class Attachment:
             num_blocks=wanted.num_blocks,
             k_scale=wanted.k_scale,
         )
-        adopt(cache, pool, self.sites, self._owner.config)
+        adopt(cache, pool, self._owning(), self._owner.config)
 
     def _before_forward(
         self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -138,6 +145,10 @@ class Attachment:
         if cache is not None:
             if not is_paged(cache):
                 self._adopt(cache)
+            if "attention_mask" in kwargs and any(site.topk for site in self.sites.values()):
+                states = next(given[n] for n in ("input_ids", "inputs_embeds") if given.get(n) is not None)
+                length = cache.layers[min(self._owning())].tokens + states.shape[1]
+                return args, {**kwargs, "attention_mask": _cut(kwargs["attention_mask"], length)}
         elif uses_cache:
             # transformers 5.24 renamed the argument.
             name = next(n for n in names if n in self._signature.parameters)
@@ -153,6 +164,14 @@ class Attachment:
             self._set(site.module, attention.SITE, site)
             if hasattr(site.module, "expand_kv"):
                 self._set(site.module, "expand_kv", _keep_latents)
+            if hasattr(site.module, "build_attention_mask_from_topk"):
+                self._set(site.module, "build_attention_mask_from_topk", _keep_choice)
+                hook = site.module.register_forward_pre_hook(partial(_note_kept, site), with_kwargs=True)
+                self._undo.append(hook.remove)
+        for module in owner.modules():
+            if is_windowed(module):
+                self._set(module, attention.STOCK, True)
+                modules.append(module)
         configs = {id(module.config): module.config for module in (owner, *modules)}
         for config in configs.values():
             self._set(config, "_attn_implementation_internal", attention.NAME)
@@ -243,14 +262,13 @@ def _attention_modules(reasons: Reasons, model: nn.Module) -> list[tuple[str, An
     foreign: dict[str, str] = {}
     for name, module in model.named_modules():
         kind = type(module).__name__
+        if is_windowed(module):
+            continue
         if kind in LATENT or kind in GROUPED:
             found.append((name, module))
             if hasattr(module, attention.SITE):
                 reasons.need(False, name, "an attached module", "one that is not attached yet")
-        elif kind in SPARSE or hasattr(module, "indexer"):
-            why = SPARSE.get(kind, "chooses its keys with an indexer (sparse attention), which is not served")
-            foreign.setdefault(kind, f"{name} got {kind}, which {why}; needs dense attention")
-        elif hasattr(module, "expand_kv"):
+        elif hasattr(module, "expand_kv") or hasattr(module, "indexer"):
             needs = f"one of {', '.join(sorted(LATENT))}"
             foreign.setdefault(
                 kind, f"{name} got {kind}, a latent attention that is not known; needs {needs}"
@@ -351,13 +369,15 @@ def _check_layers(reasons: Reasons, config: Any, sites: Iterable[int]) -> None:
             value = getattr(config, name, None)
             reasons.need(value is None, name, value, "None: every key is kept and attended to")
         return
-    for kind in sorted({kinds[index] for index in sites} - {"full_attention"}):
-        reasons.need(False, "layer_types", kind, "full_attention, for every attention that is attached")
+    served = ("full_attention", "indexed_attention")
+    for kind in sorted({kinds[index] for index in sites} - set(served)):
+        reasons.need(False, "layer_types", kind, f"{listed(served)}, for every attention that is attached")
 
 
 def _choices(site: Site, machine: Machine, dtype: torch.dtype) -> tuple[select.Choice, ...]:
-    """The backends of both forms, chosen now so that a refusal comes before anything has changed."""
+    """The backends of every form, chosen now so that a refusal comes before anything has changed."""
     settings = site.settings
+    sinks = frozenset({Feature.SINKS} if site.has_sinks else ())
     decode = Problem(
         op="decode",
         q_dtype=canonical_name(str(dtype)),
@@ -366,29 +386,45 @@ def _choices(site: Site, machine: Machine, dtype: torch.dtype) -> tuple[select.C
         kv_lora_rank=site.kv_lora_rank,
         qk_rope_head_dim=site.qk_rope_head_dim,
         block_size=settings.block_size,
+        features=sinks,
     )
-    choices = (select.choose(decode, machine, settings.backend),)
-    if settings.prefill_threshold is None:
-        return choices
-    prefill = Problem(
-        op="prefill",
-        q_dtype=decode.q_dtype,
-        kv_format=decode.kv_format,
-        num_heads=decode.num_heads,
-        kv_lora_rank=decode.kv_lora_rank,
-        qk_rope_head_dim=decode.qk_rope_head_dim,
-        qk_nope_head_dim=site.qk_nope_head_dim,
-        v_head_dim=site.v_head_dim,
-        block_size=settings.block_size,
-        q_len=settings.prefill_threshold,
-        features=frozenset({Feature.MULTI_TOKEN}),
-    )
-    return (*choices, select.choose(prefill, machine, settings.backend))
+    problems = [decode]
+    if settings.prefill_threshold is not None:
+        problems.append(
+            replace(
+                decode,
+                op="prefill",
+                qk_nope_head_dim=site.qk_nope_head_dim,
+                v_head_dim=site.v_head_dim,
+                q_len=settings.prefill_threshold,
+                features=sinks | {Feature.MULTI_TOKEN},
+            )
+        )
+    if site.topk:
+        problems.append(replace(decode, op="sparse_decode", topk=site.topk))
+    return tuple(select.choose(problem, machine, settings.backend) for problem in problems)
 
 
 def _keep_latents(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
     """In the place of expand_kv: attention gets the latents as they are cached."""
     return kv_nope, k_rot
+
+
+def _cut(mask: Any, length: int) -> Any:
+    """Masks of a static cache end where it does; an indexer wants them to end where the tokens do."""
+    if isinstance(mask, dict):
+        return {kind: _cut(part, length) for kind, part in mask.items()}
+    return mask[..., :length] if isinstance(mask, Tensor) and mask.dim() == 4 else mask
+
+
+def _keep_choice(topk_indices: Tensor, *args: object, **kwargs: object) -> Tensor:
+    """In the place of a mask made of the choice: attention gets the choice."""
+    return topk_indices
+
+
+def _note_kept(site: Any, module: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Remember which new tokens are not hidden, which the choice does not say."""
+    site.kept = kwargs["attention_mask"]
 
 
 def _never(*args: object, **kwargs: object) -> bool:

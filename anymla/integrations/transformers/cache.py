@@ -9,13 +9,19 @@ from transformers.cache_utils import (
     Cache,
     CacheLayerMixin,
     DynamicCache,
+    DynamicIndexedLayer,
     DynamicLayer,
     StaticCache,
+    StaticIndexedLayer,
     StaticLayer,
 )
 
 from anymla.errors import InvalidInput, Reasons
 from anymla.integrations.transformers.pages import PagePool
+from anymla.rules import listed
+
+_PLAIN = (DynamicLayer, StaticLayer, DynamicIndexedLayer, StaticIndexedLayer)
+"""Layers that keep every token, which ours can take the place of."""
 
 
 class LatentCarrier(Tensor):
@@ -70,7 +76,9 @@ class PagedLatentLayer(CacheLayerMixin):  # type: ignore[misc]
     def __init__(self, pool: PagePool, index: int, leads: bool) -> None:
         super().__init__()
         self.pool, self.index, self.leads = pool, index, leads
-        self.tokens = 0
+        self.keys: Tensor | None
+        self.tokens = self.pending = 0
+        self.index_keys: Tensor | None = None
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -80,15 +88,30 @@ class PagedLatentLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Carry new states to the attention function, which stores those that the mask does not hide."""
-        return LatentCarrier.of(key_states, self), LatentCarrier.of(value_states, self)
+        # Indexers look at the shape of the keys, and at the length with the new tokens.
+        self.keys, self.pending = LatentCarrier.of(key_states, self), key_states.shape[2]
+        return self.keys, LatentCarrier.of(value_states, self)
+
+    def settle(self, stored: bool) -> None:
+        """Count the tokens that were carried, if they are stored now; a step may be refused."""
+        self.tokens += self.pending if stored else 0
+        self.pending, self.keys = 0, None
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Keep the new keys [B, q, D] of the model's own indexer, and give it those of all tokens so far."""
+        if self.index_keys is not None:
+            # A step that was refused has left keys after the last token.
+            indexer_key_states = torch.cat((self.index_keys[:, : self.tokens], indexer_key_states), 1)
+        self.index_keys = indexer_key_states
+        return indexer_key_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Tokens that a mask must cover, and where they start."""
         return self.tokens + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Tokens of each sequence, hidden ones included."""
-        return self.tokens
+        """Tokens of each sequence, hidden ones and those on their way to the attention function included."""
+        return self.tokens + self.pending
 
     def get_max_length(self) -> int:
         """The most tokens a sequence may have; -1: no limit."""
@@ -96,7 +119,7 @@ class PagedLatentLayer(CacheLayerMixin):  # type: ignore[misc]
 
     def reset(self) -> None:
         """Forget every token; the pages stay allocated."""
-        self.tokens = 0
+        self.tokens, self.pending, self.keys, self.index_keys = 0, 0, None, None
         if self.leads:
             self.pool.clear()
 
@@ -108,6 +131,8 @@ class PagedLatentLayer(CacheLayerMixin):  # type: ignore[misc]
         if self.leads:
             self.pool.crop(-tokens_to_remove)
         self.tokens = max(0, self.tokens + tokens_to_remove)
+        if self.index_keys is not None:
+            self.index_keys = self.index_keys[:, : self.tokens]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let beam i continue what is now beam beam_idx[i]."""
@@ -117,11 +142,15 @@ class PagedLatentLayer(CacheLayerMixin):  # type: ignore[misc]
         """Continue every sequence `repeats` times."""
         if self.leads:
             self.pool.select([b for b in range(self.pool.num_seqs) for _ in range(repeats)])
+        if self.index_keys is not None:
+            self.index_keys = self.index_keys.repeat_interleave(repeats, 0)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep only the sequences at these indices (or where a bool mask is True)."""
         if self.leads and self.pool.num_seqs:
             self.pool.select(torch.arange(self.pool.num_seqs)[indices.cpu()].tolist())
+        if self.index_keys is not None:
+            self.index_keys = self.index_keys[indices.to(self.index_keys.device)]
 
     def offload(self) -> None:
         """Refuse: pages stay on their device."""
@@ -153,9 +182,9 @@ def adopt(cache: Any, pool: PagePool, indices: Collection[int], config: Any) -> 
     reasons.need(len(layers) > max(indices), "cache", f"{len(layers)} layers", f"more than {max(indices)}")
     for index in sorted(indices)[: len(layers)]:
         layer = layers[index] if index < len(layers) else None
-        name, plain = f"layer {index}", type(layer) in (DynamicLayer, StaticLayer)
+        name, plain = f"layer {index}", type(layer) in _PLAIN
         if layer is not None and reasons.need(
-            plain, name, type(layer).__name__, "DynamicLayer or StaticLayer"
+            plain, name, type(layer).__name__, listed([kind.__name__ for kind in _PLAIN])
         ):
             length = int(layer.get_seq_length())
             reasons.need(

@@ -1,11 +1,11 @@
-"""Which attention modules are MLA, which are grouped-query and thereby MLA too, and which are refused.
+"""Which attention modules are MLA, and which are grouped-query and thereby MLA too.
 
 H heads, L = kv_lora_rank, R = qk_rope_head_dim, P = qk_nope_head_dim, V = v_head_dim, S tokens.
 """
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,33 +15,28 @@ from anymla.errors import Reasons
 
 LATENT = (
     "AXK1Attention",
+    "AXK2Attention",
     "BailingHybridAttention",
     "DeepseekV2Attention",
+    "DeepseekV32Attention",
     "DeepseekV3Attention",
+    "Dots3NoteTextAttention",
     "Glm4MoeLiteAttention",
+    "Glm5NextTextAttention",
+    "GlmMoeDsaAttention",
+    "HYV4Attention",
+    "HYV4VLAttention",
     "KimiLinearAttention",
     "LongcatFlashMLA",
     "MiniCPM3Attention",
     "Mistral4Attention",
+    "MistralLarge4TextAttention",
     "YoutuAttention",
 )
 """Classes that cache one latent a token and expand it in `expand_kv`; Kimi-K2 has DeepseekV3Attention."""
 
 GROUPED = ("LlamaAttention", "MistralAttention", "Qwen2Attention", "Qwen3Attention")
 """Attention classes that cache rotated keys and values of num_key_value_heads heads."""
-
-_INDEXED = "chooses its keys with an indexer (sparse attention), which this version does not serve"
-SPARSE = {
-    "AXK2Attention": _INDEXED,
-    "DeepseekV32Attention": _INDEXED,
-    "Dots3NoteTextAttention": _INDEXED,
-    "Glm5NextTextAttention": _INDEXED,
-    "GlmMoeDsaAttention": _INDEXED,
-    "HYV4Attention": _INDEXED,
-    "HYV4VLAttention": _INDEXED,
-    "MistralLarge4TextAttention": _INDEXED,
-}
-"""Attention classes that are refused, and why."""
 
 
 @dataclass
@@ -55,7 +50,7 @@ class Settings:
         prefill_threshold: New tokens of a sequence from which the decompressed form is used; None: never.
         num_blocks: Pages of a cache; None lets it grow between steps.
         k_scale: [1] fp32 for an fp8 cache with one scale; None calibrates it at each layer's first tokens.
-        calls: How often each form ran, a layer each time: "absorbed" and "decompressed".
+        calls: How often each form ran, a layer each time: "absorbed", "decompressed" and "sparse".
         selectors: The up-projections of grouped-query modules; those of equal widths share one pair.
     """
 
@@ -78,10 +73,12 @@ class LatentSite:
     Attributes:
         module: The attention module.
         settings: Of the attachment.
+        kept: [B, q] bool, the new tokens that are not hidden, from models that give their attention no more.
     """
 
     module: Any
     settings: Settings
+    kept: Tensor | None = None
     stored_width: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,6 +86,28 @@ class LatentSite:
         self.kv_lora_rank, self.qk_rope_head_dim = module.kv_lora_rank, module.qk_rope_head_dim
         self.qk_nope_head_dim, self.v_head_dim = module.qk_nope_head_dim, module.v_head_dim
         self.stored_width = self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def topk(self) -> int:
+        """The most keys of a query token, 0 where there is no indexer, not of another layer either."""
+        module = self.module
+        chooses = getattr(module, "indexer", None) is not None or getattr(module, "skip_topk", False)
+        return int(module.config.index_topk) if chooses else 0
+
+    @property
+    def chooses_all(self) -> bool:
+        """Whether a choice of as many keys as there are is all of them; one of pools may lack the rest."""
+        return bool(getattr(self.module.config, "index_kpool_always_select_tail", True))
+
+    @property
+    def owns_tokens(self) -> bool:
+        """Whether it caches its own latents; else it reads those of an earlier layer."""
+        return not getattr(self.module, "is_kv_shared_layer", False)
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether each head has a learned sink."""
+        return getattr(self.module, "sinks", None) is not None
 
     @property
     def weight(self) -> Tensor:
@@ -163,6 +182,11 @@ class GroupedSite:
     module: Any
     settings: Settings
     stored_width: int = field(init=False)
+    topk: ClassVar[int] = 0
+    chooses_all: ClassVar[bool] = True
+    kept: ClassVar[Tensor | None] = None
+    owns_tokens: ClassVar[bool] = True
+    has_sinks: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         module = self.module
@@ -220,6 +244,11 @@ class GroupedSite:
 
 
 Site = LatentSite | GroupedSite
+
+
+def is_windowed(module: Any) -> bool:
+    """Whether a latent attention keeps only its last keys; such layers stay with the model's own."""
+    return type(module).__name__ in LATENT and getattr(module, "sliding_window", None) is not None
 
 
 def site_of(module: Any, settings: Settings) -> Site | None:

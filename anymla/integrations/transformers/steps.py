@@ -9,9 +9,18 @@ from torch import Tensor
 
 from anymla.contract import Batch
 from anymla.errors import Reasons
+from anymla.indices import compacted, to_slots
 from anymla.integrations.transformers.families import Site
 from anymla.integrations.transformers.pages import PagePool
-from anymla.plans import DecodePlan, PrefillPlan, plan_decode, plan_prefill
+from anymla.kv_cache import KVCache
+from anymla.plans import (
+    DecodePlan,
+    PrefillPlan,
+    SparsePlan,
+    plan_decode,
+    plan_prefill,
+    plan_sparse_decode,
+)
 
 _MASK_ROWS = 1024
 """Rows of a mask that are compared at a time, so that a long prefill needs no second mask."""
@@ -32,7 +41,13 @@ class Step:
         batch: The stored tokens as a step; None: there are none.
         hidden_rows: [N] int64 places of hidden tokens that see keys; None: there are none.
         hidden: Those as a decode step of N sequences.
+        table: [B, max_blocks] int32 pages of all sequences.
+        tokens: Of each sequence, hidden ones and those of this step included.
+        places: [B, tokens] int64 of each token so far its place among the stored ones, -1 for a hidden one;
+            None: its own.
         plans: By the facts of the layer that asked first.
+        chosen: The last indices that were turned into slots, with these and their counts: layers that share
+            a choice share all of it.
     """
 
     grid: tuple[int, int]
@@ -41,7 +56,30 @@ class Step:
     batch: Batch | None
     hidden_rows: Tensor | None
     hidden: Batch | None
+    table: Tensor
+    tokens: int
+    places: Tensor | None
     plans: dict[tuple[object, ...], Any] = field(default_factory=dict)
+
+    chosen: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def slots(self, indices: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
+        """Slots [B·q, K] and counts [B·q] of chosen tokens [B, q, K] that their row may see.
+
+        A model chooses among all tokens of its grid; those that are hidden or come later are left out.
+        """
+        if self.chosen is None or self.chosen[0] is not indices:
+            num_seqs, new, count = indices.shape
+            before = self.tokens - new
+            row = torch.arange(before, before + new, device=indices.device)
+            ids = torch.where((indices >= 0) & (indices <= row[:, None]), indices.long(), -1)
+            if self.places is not None:
+                places = self.places.gather(1, ids.clamp(min=0).view(num_seqs, -1)).view_as(ids)
+                ids = torch.where(ids >= 0, places, -1)
+            indptr = torch.arange(num_seqs + 1, dtype=torch.int32, device=indices.device) * new
+            slots = to_slots(ids.int().view(num_seqs * new, count), self.table, indptr, block_size)
+            self.chosen = (indices, *compacted(slots))
+        return self.chosen[1:]
 
     def decode_plan(self, site: Site, query: Tensor, kv_format: str, batch: Batch) -> DecodePlan:
         """The plan of this step's absorbed form for layers like this one."""
@@ -54,6 +92,7 @@ class Step:
                 qk_rope_head_dim=site.qk_rope_head_dim,
                 q_dtype=query.dtype,
                 kv_format=kv_format,
+                sinks=site.has_sinks,
                 backend=site.settings.backend,
             )
         plan: DecodePlan = self.plans[key]
@@ -72,9 +111,30 @@ class Step:
                 v_head_dim=site.v_head_dim,
                 q_dtype=query.dtype,
                 kv_format=kv_format,
+                sinks=site.has_sinks,
                 backend=site.settings.backend,
             )
         plan: PrefillPlan = self.plans[key]
+        return plan
+
+    def sparse_plan(self, site: Site, query: Tensor, store: KVCache, topk: int) -> SparsePlan:
+        """The plan of this step's chosen keys, a row of the grid each, for layers like this one."""
+        key = ("sparse_decode", topk, *_facts(site, query))
+        if key not in self.plans:
+            self.plans[key] = plan_sparse_decode(
+                query.shape[0],
+                topk=topk,
+                num_heads=query.shape[1],
+                kv_lora_rank=site.kv_lora_rank,
+                qk_rope_head_dim=site.qk_rope_head_dim,
+                block_size=store.block_size,
+                q_dtype=query.dtype,
+                kv_format=store.format.name,
+                device=query.device,
+                sinks=site.has_sinks,
+                backend=site.settings.backend,
+            )
+        plan: SparsePlan = self.plans[key]
         return plan
 
 
@@ -84,7 +144,8 @@ def begin(pool: PagePool, grid: tuple[int, int], mask: Tensor | None) -> Step:
     Args:
         pool: Of the cache.
         grid: (B, q), the new tokens.
-        mask: What transformers hands on: None (causal), or [B or 1, H or 1, q, kv], bool or additive.
+        mask: What transformers hands on: None (causal), or [B or 1, H or 1, q, kv], bool or additive; or
+            [B, q] bool, which new tokens are not hidden.
 
     Returns:
         The step.
@@ -101,6 +162,9 @@ def begin(pool: PagePool, grid: tuple[int, int], mask: Tensor | None) -> Step:
         missing = None if pool.kept is None else (~pool.kept).nonzero()
         if missing is not None and missing.numel() and not reasons.found:
             _note_contradiction(reasons, *missing[0].tolist(), hides=False)
+    elif mask.dim() == 2:
+        kept = mask.bool().cpu()
+        blank = ~kept
     else:
         kept, blank = _read_mask(reasons, mask, pool, grid)
     reasons.raise_if_any()
@@ -111,6 +175,7 @@ def begin(pool: PagePool, grid: tuple[int, int], mask: Tensor | None) -> Step:
 
 def _step(pool: PagePool, kept: Tensor, blank: Tensor | None, starts: Sequence[int], slots: Tensor) -> Step:
     grid, device = (kept.shape[0], kept.shape[1]), pool.device
+    table = pool.block_table().to(device)
     whole = bool(kept.all())
     q_lens = kept.sum(1)
     ends = torch.tensor(pool.lengths, dtype=torch.int32)
@@ -120,7 +185,7 @@ def _step(pool: PagePool, kept: Tensor, blank: Tensor | None, starts: Sequence[i
     if slots.numel():
         batch = Batch.of(
             seq_lens=ends.to(device),
-            block_table=pool.block_table().to(device),
+            block_table=table,
             qo_indptr=indptr.to(device),
             block_size=pool.block_size,
             seq_lens_host=ends.tolist(),
@@ -139,7 +204,10 @@ def _step(pool: PagePool, kept: Tensor, blank: Tensor | None, starts: Sequence[i
                 seq_lens_host=lengths.tolist(),
             )
     rows = None if whole else kept.flatten().nonzero().flatten().to(device)
-    return Step(grid, rows, slots.to(device), batch, hidden_rows, hidden)
+    places = None
+    if pool.kept is not None:
+        places = torch.where(pool.kept, pool.kept.cumsum(1) - 1, -1).to(device)
+    return Step(grid, rows, slots.to(device), batch, hidden_rows, hidden, table, pool.tokens, places)
 
 
 def _read_mask(
@@ -225,4 +293,4 @@ def _note_contradiction(reasons: Reasons, b: int, position: int, *, hides: bool)
 
 def _facts(site: Site, query: Tensor) -> tuple[object, ...]:
     widths = site.kv_lora_rank, site.qk_rope_head_dim, site.qk_nope_head_dim, site.v_head_dim
-    return (*widths, query.shape[1], query.dtype)
+    return (*widths, query.shape[1], query.dtype, site.has_sinks)

@@ -1,0 +1,181 @@
+"""Models that choose their keys, on our pages: the tokens of stock, with fewer keys than tokens."""
+
+from importlib import import_module
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers
+from hosting import (
+    SPARSE,
+    build,
+    eager,
+    exact_logits,
+    given,
+    greedy,
+    make_pages_hostile,
+    padded,
+    real_logits,
+    state,
+)
+
+from anymla.errors import InvalidInput
+from anymla.integrations import presets
+from anymla.integrations.transformers import attach
+from anymla.verification.judge import judge_tensor
+
+INDEXED = {**presets.PRESETS["tiny-axk2"].config, "n_group": 1, "topk_group": 1}
+LARGER = {
+    "MistralLarge4ForConditionalGeneration": (
+        {
+            **INDEXED,
+            "num_hidden_layers": 5,
+            "no_rope_layers": [1, 0, 1, 0, 1],
+            "kv_source_layers": [0, 1, 0, 1, 4],
+            "indexer_types": ["full", "full", "shared", "full", "shared"],
+        },
+        {"model_type": "pixtral", "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 14}
+        | dict.fromkeys(("hidden_size", "intermediate_size"), 32),
+    ),
+    "Glm5NextForConditionalGeneration": (
+        {
+            **INDEXED,
+            "num_hidden_layers": 4,
+            "qk_rope_head_dim": 0,
+            "layer_types": ["linear_attention", *["indexed_attention"] * 3],
+            "indexer_types": ["full", "full", "shared", "full"],
+            "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+            "index_kpool": 4,
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "hc_mult": 2,
+        },
+        {"depth": 1, "num_heads": 2, "image_size": 28, "patch_size": 14, "out_hidden_size": 64}
+        | dict.fromkeys(("hidden_size", "intermediate_size", "projection_intermediate_size"), 32),
+    ),
+}
+"""Text models with indexers that exist only inside models that see as well: their text and vision configs."""
+
+
+@pytest.fixture(autouse=True)
+def hostile_pages(monkeypatch):
+    make_pages_hostile(monkeypatch)
+
+
+def larger(name, **changes):
+    """A tiny model of that class, its pools weighted and its index heads of one sign."""
+    if not hasattr(transformers, name):
+        pytest.skip(f"{name} is newer than transformers {transformers.__version__}")
+    kind = getattr(transformers, name)
+    text, vision = LARGER[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = kind(kind.config_class(text_config={**text, **changes}, vision_config=vision)).eval()
+        for parameter_name, parameter in model.named_parameters():
+            if "kpool" in parameter_name:
+                parameter.data.normal_()
+            elif parameter_name.endswith("indexer.weights_proj.weight"):
+                parameter.data.abs_()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+class TestEveryFamily:
+    @pytest.mark.parametrize("name", SPARSE)
+    def test_greedy_tokens_of_a_padded_batch_equal_stock(self, name):
+        model, batch = build(name), padded()
+        assert batch["input_ids"].shape[1] > 2 * model.config.index_topk
+        expected = greedy(eager(model), batch, new=32)
+        before = state(model)
+        with attach(model, block_size=8) as attached:
+            assert torch.equal(greedy(model, batch, new=32), expected)
+            assert attached.settings.calls == {"sparse": 32 * len(attached.sites)}
+        assert state(model) == before
+
+    @pytest.mark.parametrize("name", LARGER)
+    def test_greedy_tokens_of_a_text_model_that_shares_keys_or_pools_them_equal_stock(self, name):
+        model, batch = larger(name), padded()
+        expected = greedy(eager(model), batch, new=16)
+        before = state(model)
+        with attach(model, block_size=8) as attached:
+            assert torch.equal(greedy(model, batch, new=16), expected)
+            assert attached.settings.calls == {"sparse": 16 * len(attached.sites)}
+        assert state(model) == before
+
+    @pytest.mark.parametrize("name", ["tiny-deepseek-v32", "tiny-glm-5", "tiny-hy-v4"])
+    def test_up_to_as_many_tokens_as_are_chosen_attention_is_dense(self, name):
+        model, batch = build(name, index_topk=48), padded()
+        expected = greedy(eager(model), batch, new=20)
+        with attach(model, block_size=8, prefill_threshold=2) as attached:
+            assert torch.equal(greedy(model, batch, new=20), expected)
+            layers, calls = len(attached.sites), attached.settings.calls
+            dense = 48 - batch["input_ids"].shape[1]
+            assert calls == {
+                "decompressed": layers,
+                "absorbed": layers * dense,
+                "sparse": layers * (19 - dense),
+            }
+
+    @pytest.mark.parametrize("name", SPARSE)
+    def test_logits_stay_within_the_budget_of_the_judge(self, name):
+        model, batch = build(name), padded()
+        reference = exact_logits(model, batch)
+        with attach(model, block_size=4):
+            got = real_logits(model, batch)
+        judge_tensor("logits", got, reference, real_logits(eager(model), batch)).require_pass()
+
+
+class TestEveryWayOfGenerating:
+    @pytest.mark.parametrize(
+        "options",
+        [
+            pytest.param({"num_beams": 3}, id="beams"),
+            pytest.param({"cache_implementation": "static"}, id="static-cache"),
+            pytest.param({"prefill_chunk_size": 5}, id="chunked-prefill"),
+            pytest.param({"use_cache": False}, id="no-cache"),
+        ],
+    )
+    @pytest.mark.parametrize("name", ["tiny-glm-5", "tiny-hy-v4"])
+    def test_tokens_equal_stock(self, name, options):
+        model, batch = build(name), padded()
+        expected = greedy(eager(model), batch, new=12, **options)
+        with attach(model, block_size=4):
+            assert torch.equal(greedy(model, batch, new=12, **options), expected)
+
+    def test_taken_back_tokens_are_forgotten_by_the_indexer_too(self):
+        model, batch = build("tiny-deepseek-v32"), padded()
+        with attach(model, block_size=4) as attached, torch.no_grad():
+            cache = attached.new_cache()
+            model(**batch, **given(cache))
+            more = torch.arange(6).repeat(3, 1)
+            mask = torch.cat((batch["attention_mask"], torch.ones_like(more)), 1)
+            first = model(input_ids=more, attention_mask=mask, **given(cache)).logits
+            cache.crop(-6)
+            again = model(input_ids=more, attention_mask=mask, **given(cache)).logits
+        assert torch.equal(first, again)
+
+
+@pytest.mark.parametrize("threshold", [1, None], ids=["decompressed-prompt", "absorbed-prompt"])
+def test_learned_sinks_are_applied_to_all_keys_as_well(threshold):
+    model, batch = build("tiny-hy-v4", index_topk=256), padded()
+    expected = greedy(eager(model), batch, new=16)
+    with attach(model, prefill_threshold=threshold):
+        got = real_logits(model, batch)
+        assert torch.equal(greedy(model, batch, new=16), expected)
+        for layer in model.model.layers:
+            layer.self_attn.sinks.data.fill_(-torch.inf)
+        assert not torch.allclose(real_logits(model, batch), got, atol=0.01)
+
+
+def test_an_attention_with_an_indexer_that_is_not_known_is_refused_by_name(monkeypatch):
+    model = build("tiny-deepseek-v32")
+    before = state(model)
+    monkeypatch.setattr(
+        import_module("anymla.integrations.transformers.attach"), "LATENT", ("YoutuAttention",)
+    )
+    needs = "self_attn got DeepseekV32Attention, a latent attention that is not known; needs one of Youtu"
+    with pytest.raises(InvalidInput, match=needs):
+        attach(model)
+    assert state(model) == before
