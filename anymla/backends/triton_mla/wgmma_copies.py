@@ -86,164 +86,94 @@ def copy_keys(
                 table = block_table + seq.to(gl.int64) * stride_table
                 table_stride = stride_table_col
             blocks = gl.maximum((end_key - start_key + BLOCK_N - 1) // BLOCK_N, 0)
-            if CONVERT:
-                _convert_blocks(
-                    k_l, k_r, bars, cache, table, table_stride, start_key, end_key, blocks, used_0, used_1,
-                    stride_page, stride_token, L, R, FORMAT, BLOCK_N, BLOCK_SIZE, SPARSE,
+            page = _page(table, table_stride, start_key, end_key, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, rows_at)
+            for block in range(blocks):
+                key = start_key + block * BLOCK_N
+                this_page = page
+                page = _page(
+                    table, table_stride, key + BLOCK_N, end_key, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, rows_at
+                )
+                side = block & 1
+                used = gl.where(side == 0, used_0, used_1) + block // 2
+                _fill(
+                    k_l, k_r, bars, cache, latents, ropes, this_page, key, end_key, stride_page, stride_token,
+                    3 * side, used, False,
+                    L, R, FORMAT, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, COPIED, CONVERT, copies_at,
                 )  # fmt: skip
-            else:
-                _bring_blocks(
-                    k_l, k_r, bars, cache, latents, ropes, table, table_stride, start_key, end_key, blocks,
-                    used_0, used_1, stride_page, stride_token,
-                    L, R, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, COPIED, copies_at,
+                _fill(
+                    k_l, k_r, bars, cache, latents, ropes, this_page, key, end_key, stride_page, stride_token,
+                    1 + side, used, True,
+                    L, R, FORMAT, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, COPIED, CONVERT, copies_at,
                 )  # fmt: skip
             used_0 += (blocks + 1) // 2
             used_1 += blocks // 2
 
 
 @gluon.jit
-def _bring_blocks(
-    k_l, k_r, bars, cache, latents, ropes, table, table_stride, start_key, end_key, blocks,
-    used_0, used_1, stride_page, stride_token,
-    L: gl.constexpr, R: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPARSE: gl.constexpr,
-    BOXES: gl.constexpr, COPIED: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """The keys of an item whose elements are multiplied as they are stored."""
-    rows_at: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    page = _page(table, table_stride, start_key, end_key, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, rows_at)
-    for block in range(blocks):
-        key = start_key + block * BLOCK_N
-        this_page = page
-        page = _page(table, table_stride, key + BLOCK_N, end_key, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, rows_at)
-        side = block & 1
-        used = gl.where(side == 0, used_0, used_1) + block // 2
-        _fill(
-            k_l, k_r, bars, cache, latents, ropes, this_page, key, end_key, stride_page, stride_token,
-            3 * side, used, False, L, R, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, COPIED, LAYOUT,
-        )  # fmt: skip
-        _fill(
-            k_l, k_r, bars, cache, latents, ropes, this_page, key, end_key, stride_page, stride_token,
-            1 + side, used, True, L, R, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, COPIED, LAYOUT,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _convert_blocks(
-    k_l, k_r, bars, cache, table, table_stride, start_key, end_key, blocks, used_0, used_1,
-    stride_page, stride_token, L: gl.constexpr, R: gl.constexpr, FORMAT: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPARSE: gl.constexpr,
-):  # fmt: skip
-    """The keys of an item whose elements are bytes, converted on their way through registers.
-
-    Bytes must not be carried around the loop, where each would take a register: so what is next is brought
-    near instead, and loaded anew.
-    """
-    bytes_at: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
-    rows_at: gl.constexpr = gl.SliceLayout(1, bytes_at)
-    TILES: gl.constexpr = L // 2 // TILE
-    page = _page(table, table_stride, start_key, end_key, BLOCK_N, BLOCK_SIZE, SPARSE, False, rows_at)
-    for block in range(blocks):
-        key = start_key + block * BLOCK_N
-        rows, valid = _rows(
-            cache, page, key, end_key, stride_page, stride_token, BLOCK_N, BLOCK_SIZE, SPARSE, rows_at
-        )
-        side = block & 1
-        phase = ((gl.where(side == 0, used_0, used_1) + block // 2) & 1) ^ 1
-        # The first warpgroup lets go the left half of its block first, the second the right.
-        first = side * TILES
-        own = ()
-        for tile in gl.static_range(TILES):
-            own = own + (_load_tile(rows, valid, first + tile, L, FORMAT, bytes_at),)
-        next_key = key + BLOCK_N
-        page = _page(table, table_stride, next_key, end_key, BLOCK_N, BLOCK_SIZE, SPARSE, False, rows_at)
-        mbarrier.wait(bars.index(FREE + 3 * side), phase)
-        other = ()
-        for tile in gl.static_range(TILES):
-            other = other + (_load_tile(rows, valid, TILES - first + tile, L, FORMAT, bytes_at),)
-            _store_tile(k_l.index(3 * side), own[tile], tile, FORMAT)
-        _announce(bars.index(FULL + 3 * side), False)
-        _bring_near(
-            cache, page, next_key, end_key, stride_page, stride_token,
-            L + R, BLOCK_N, BLOCK_SIZE, SPARSE,
-        )  # fmt: skip
-        mbarrier.wait(bars.index(FREE + 1 + side), phase)
-        for tile in gl.static_range(TILES):
-            if R > 0 and tile == TILES - 1:
-                rope = _load_rope(rows, valid, L, R, FORMAT, bytes_at)
-            _store_tile(k_l.index(1 + side), other[tile], tile, FORMAT)
-        if R > 0:
-            if FORMAT >= TILED_FN:
-                k_r.index(side).store(rope.to(k_r.dtype))
-            else:
-                k_r.index(side).store(converted(rope, k_r.dtype, FORMAT))
-        _announce(bars.index(FULL + 1 + side), False)
-
-
-@gluon.jit
-def _bring_near(
-    cache, page, key, end_key, stride_page, stride_token,
-    BYTES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPARSE: gl.constexpr,
-):  # fmt: skip
-    """Ask the second-level cache for the rows of a block."""
-    # The same rows for each thread, and one line of 128 bytes of each.
-    lines_at: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [gl.num_warps(), 1], [1, 0])
-    rows_at: gl.constexpr = gl.SliceLayout(1, lines_at)
-    page = gl.convert_layout(page, rows_at, assert_trivial=True)
-    rows, valid = _rows(
-        cache, page, key, end_key, stride_page, stride_token, BLOCK_N, BLOCK_SIZE, SPARSE, rows_at
-    )
-    # A row that is not there is asked for at the cache's own start.
-    lines = gl.arange(0, 8, gl.SliceLayout(0, lines_at))[None, :]
-    places = gl.where(valid & (128 * lines < BYTES), rows + 128 * lines, cache)
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _load_tile(rows, valid, tile, L: gl.constexpr, FORMAT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Columns of a tile as they are stored, and their scale."""
-    cols = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(0, LAYOUT))
-    raw = gl.load(rows + cols[None, :], mask=valid, other=0.0)
-    if FORMAT >= TILED_FN:
-        scale = gl.load((rows + L).to(gl.pointer_type(gl.float32)) + tile, mask=valid, other=0.0)
-    else:
-        scale = raw
-    return raw, scale
-
-
-@gluon.jit
-def _store_tile(to, loaded, tile: gl.constexpr, FORMAT: gl.constexpr):
-    raw, scale = loaded
-    if FORMAT == TILED_FN:
-        values = raw.to(gl.float8e4nv, bitcast=True).to(gl.float32) * scale
-    elif FORMAT == TILED_FNUZ_BYTES:
-        values = converted(raw, gl.float32, FP8_FNUZ_BYTES) * (FNUZ_RATIO * scale)
-    else:
-        values = converted(raw, to.dtype, FORMAT)
-    to.slice(tile * TILE, TILE, 1).store(values.to(to.dtype))
-
-
-@gluon.jit
-def _load_rope(rows, valid, L: gl.constexpr, R: gl.constexpr, FORMAT: gl.constexpr, LAYOUT: gl.constexpr):
-    cols = gl.arange(0, R, gl.SliceLayout(0, LAYOUT))[None, :]
-    if FORMAT >= TILED_FN:
-        after: gl.constexpr = L + 4 * (L // TILE)
-        return gl.load((rows + after).to(gl.pointer_type(gl.bfloat16)) + cols, mask=valid, other=0.0)
-    else:
-        return gl.load(rows + (L + cols), mask=valid, other=0.0)
-
-
-@gluon.jit
 def _fill(
     k_l, k_r, bars, cache, latents, ropes, page, key, end_key, stride_page, stride_token,
-    part, used, ROPE: gl.constexpr, L: gl.constexpr, R: gl.constexpr,
+    part, used, ROPE: gl.constexpr, L: gl.constexpr, R: gl.constexpr, FORMAT: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPARSE: gl.constexpr,
+    BOXES: gl.constexpr, COPIED: gl.constexpr, CONVERT: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Start the copy of a part once its reader has let go what was there."""
+    HALF: gl.constexpr = L // 2
+    bar = bars.index(FULL + part)
+    first = part % 2 * HALF
+    if CONVERT:
+        # Eight bytes a thread, so that what is stored after meets no bank twice.
+        bytes_at: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
+        keys_at: gl.constexpr = gl.SliceLayout(1, bytes_at)
+        rows, valid = _rows(
+            cache, gl.convert_layout(page, keys_at), key, end_key, stride_page, stride_token,
+            BLOCK_N, BLOCK_SIZE, SPARSE, keys_at,
+        )  # fmt: skip
+        cols = first + gl.arange(0, TILE, gl.SliceLayout(0, bytes_at))[None, :]
+        raw = ()
+        scales = ()
+        for tile in gl.static_range(HALF // TILE):
+            raw = raw + (gl.load(rows + (tile * TILE + cols), mask=valid, other=0.0),)
+            if FORMAT >= TILED_FN:
+                place = (rows + L).to(gl.pointer_type(gl.float32)) + (first // TILE + tile)
+                scales = scales + (gl.load(place, mask=valid, other=0.0),)
+        if ROPE and R > 0:
+            cols_r = gl.arange(0, R, gl.SliceLayout(0, bytes_at))[None, :]
+            if FORMAT >= TILED_FN:
+                ropes_of = (rows + (L + 4 * (L // TILE))).to(gl.pointer_type(gl.bfloat16))
+                rope = gl.load(ropes_of + cols_r, mask=valid, other=0.0)
+            else:
+                rope = gl.load(rows + (L + cols_r), mask=valid, other=0.0)
+        mbarrier.wait(bars.index(FREE + part), (used & 1) ^ 1)
+        to = k_l.index(part)
+        dtype: gl.constexpr = k_l.dtype
+        for tile in gl.static_range(HALF // TILE):
+            if FORMAT == TILED_FN:
+                values = raw[tile].to(gl.float8e4nv, bitcast=True).to(gl.float32) * scales[tile]
+            elif FORMAT == TILED_FNUZ_BYTES:
+                values = converted(raw[tile], gl.float32, FP8_FNUZ_BYTES) * (FNUZ_RATIO * scales[tile])
+            else:
+                values = converted(raw[tile], dtype, FORMAT)
+            to.slice(tile * TILE, TILE, 1).store(values.to(dtype))
+        if ROPE and R > 0:
+            rope = rope.to(dtype) if FORMAT >= TILED_FN else converted(rope, dtype, FORMAT)
+            k_r.index(part // 2).store(rope)
+        _announce(bar, False)
+    else:
+        _fill_as_stored(
+            k_l, k_r, bars, cache, latents, ropes, page, key, end_key, stride_page, stride_token,
+            part, used, first, ROPE, L, R, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, COPIED, LAYOUT,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _fill_as_stored(
+    k_l, k_r, bars, cache, latents, ropes, page, key, end_key, stride_page, stride_token,
+    part, used, first, ROPE: gl.constexpr, L: gl.constexpr, R: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPARSE: gl.constexpr,
     BOXES: gl.constexpr, COPIED: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Start to bring a part once its reader has let go what was there."""
+    """A part whose elements are multiplied as they are stored."""
     HALF: gl.constexpr = L // 2
-    first = part % 2 * HALF
     bar = bars.index(FULL + part)
     mbarrier.wait(bars.index(FREE + part), (used & 1) ^ 1)
     if BOXES and key + BLOCK_N <= end_key:
