@@ -81,7 +81,9 @@ def run_tune(asked: Any, device: torch.device) -> int:
     processes = asked.processes if asked.processes is not None else os.cpu_count() or 1
     arch, found, tell = this_machine(device).arch, {}, _silent if asked.json else say
     if asked.variants:
-        text = Path(asked.variants).read_text() if Path(asked.variants).is_file() else asked.variants
+        # A name of a file is never an object.
+        is_json = asked.variants.lstrip().startswith("{")
+        text = asked.variants if is_json else Path(asked.variants).read_text()
         for name, variants in json.loads(text).items():
             row = suite.row_named(name, device)
             call = drawn_inputs(row.work, device)

@@ -34,15 +34,24 @@ def row(name: str) -> Row:
         ("sparse-128x128-656", (128, 128, 8192, 1, "fp8_ds_mla"), Target("matrix_rate", 0.45)),
         ("sparse-prefill-4096x128-8192", (1, 128, 8192, 4096, "bf16"), Target("matrix_rate", 0.50)),
         ("sparse-prefill-4096x128-32768", (1, 128, 32768, 4096, "bf16"), Target("matrix_rate", 0.50)),
+        ("index-logits-64x32768", (64, 64, 32768, 1, "index_k"), Target("floor", 0.60)),
+        ("index-logits-4096x32768", (1, 64, 32768, 4096, "index_k"), Target("floor", 0.60)),
+        ("topk-64x32768", (64, 64, 32768, 1, "index_k"), Target("times_faster", 3, "topk-64x32768-torch")),
+        ("topk-64x131072", (64, 64, 131072, 1, "index_k"), Target("times_faster", 3, "topk-64x131072-torch")),
+        (
+            "sparse-step-64x64x65536",
+            (64, 64, 65536, 1, "bf16"),
+            Target("times_faster", 3, "dense-step-64x64x65536"),
+        ),
         ("128x16x8448-uneven", (128, 16, 8448, 1, "bf16"), Target("times_slower", 1.1, "128x16x8448")),
-        ("plan-256x16x1024", (256, 16, 1024, 1, "bf16"), Target("host_us", 30)),
+        ("plan-256x16x1024", (256, 16, 1024, 1, "bf16"), Target("plan_us", 30)),
     ],
 )
 def test_each_row_of_the_speed_table_is_a_case_with_its_target(name, shape, target):
     found, p = row(name), row(name).work.problem
     assert (found.work.batch, p.num_heads, found.work.context, p.q_len, p.kv_format) == shape
     assert found.target == target
-    assert p.topk == (2048 if p.op == "sparse_decode" else 0)
+    assert p.topk == (2048 if p.op in ("sparse_decode", "index_topk") else 0)
 
 
 def test_an_uneven_batch_has_the_tokens_of_the_even_one():
@@ -63,7 +72,7 @@ def test_names_are_unique_and_what_is_compared_with_comes_first():
 
 def test_a_chip_with_another_fp8_gets_its_own_formats():
     formats = {one.work.problem.kv_format for one in suite.targets("e4m3fnuz")}
-    assert formats == {"bf16", "fp8_e4m3fnuz", "fp8_ds_mla_fnuz"}
+    assert formats == {"bf16", "fp8_e4m3fnuz", "fp8_ds_mla_fnuz", "index_k_fnuz"}
 
 
 def test_a_part_of_a_suite_brings_what_it_compares_with():
@@ -105,7 +114,7 @@ def tiny(monkeypatch, small):
         Row("uneven", small("decode", turns=(5, 90))),
         Row("sparse", small("sparse_decode", topk=9, q_len=4), Target("matrix_rate", 1e9)),
         Row("prefill", small("prefill", q_len=5)),
-        Row("plan", base, Target("host_us", 1e9), planning=True),
+        Row("plan", base, Target("plan_us", 1e9), planning=True),
         Row("write", small("write_cache")),
     ]
     monkeypatch.setattr(suite, "SUITES", {"tiny": lambda flavour: rows})
