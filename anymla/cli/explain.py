@@ -167,6 +167,7 @@ def launch_row(answer: Answer) -> Launch | None:
         problem.kv_lora_rank,
         problem.qk_rope_head_dim,
         problem.kv_format,
+        problem.block_size,
         sparse=problem.op == "sparse_decode",
     )
 

@@ -123,6 +123,7 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
     ("gather", "*"): (Launch(block_m=16, block_n=1, num_warps=4, num_stages=1),),
     ("index_logits", "*"): (Launch(block_m=64, block_n=64, num_warps=4, num_stages=2),),
     ("index_logits", "nvidia"): (Launch(block_m=64, block_n=64, num_warps=8, num_stages=2),),
+    ("index_logits", "sm89"): (Launch(block_m=64, block_n=64, num_warps=8, num_stages=1),),
     ("index_logits", "gfx1100"): (Launch(block_m=64, block_n=64, num_warps=8, num_stages=1),),
     ("index_logits", "gfx1201"): (Launch(block_m=64, block_n=64, num_warps=8, num_stages=1),),
     ("index_logits", "sm90"): (Launch(block_m=128, block_n=128, num_warps=8, num_stages=3),),
@@ -150,6 +151,7 @@ def attend_row(
     latent: int,
     rope: int,
     kv_format: str,
+    block_size: int,
     *,
     sparse: bool = False,
     element_bytes: int = 2,
@@ -164,6 +166,7 @@ def attend_row(
         latent: kv_lora_rank.
         rope: qk_rope_head_dim.
         kv_format: Of the cache.
+        block_size: Tokens of a page.
         sparse: Whether keys are given one by one.
         element_bytes: Of a query's element.
         refuses: True, or a reason, for rows that do not take the call for another cause.
@@ -180,7 +183,8 @@ def attend_row(
         and (not room or attend_shared_bytes(row, arch, latent, rope, element_bytes) <= room)
     ]
     assert fits, f"no launch row of attend takes {rows} rows of {latent} + {rope} on {arch}"
-    if sparse or kv_format.startswith("fp8"):
+    apart = sparse or block_size % max(row.block_n for row in fits) != 0
+    if apart or kv_format.startswith("fp8"):
         # What a warpgroup of its own gathers or converts costs the others nothing, however few the rows.
         fits = [row for row in fits if row.wgmma] or fits
     most = max(row.block_m for row in fits)
@@ -204,6 +208,10 @@ def attend_shared_bytes(row: Launch, arch: str, latent: int, rope: int, element_
         # Sums, in fp32, pass only where they have to be transposed.
         passing = max(row.block_m, row.block_n) * min(row.chunk, latent) * (2 if row.swap else 1)
         return element_bytes * max((row.num_stages - 1) * block + weights, passing)
+    if row.wgmma:
+        # Weights take the room of RoPE parts as large; maxima, sums and barriers beside.
+        weights = 0 if rope == row.block_n else 2 * weights
+        return element_bytes * (row.block_m * (latent + rope) + 2 * block + weights) + 32 * row.block_m
     in_flight = row.num_stages if row.block_m >= 64 else max(row.num_stages - 1, 1)
     indices = 4 * row.block_n * in_flight
     return element_bytes * (row.block_m * (latent + rope) + in_flight * block + weights) + indices

@@ -144,6 +144,7 @@ def _launch_for(problem: Problem, machine: Machine, rows: int) -> Launch:
         problem.kv_lora_rank,
         problem.qk_rope_head_dim,
         problem.kv_format,
+        problem.block_size,
         sparse=problem.op == "sparse_decode",
         element_bytes=4 if problem.q_dtype == "fp32" else 2,
         refuses=lambda row: row.wgmma and missing(),
