@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anymla import fp8
 from anymla.benchmarking.workloads import DTYPES, Workload
-from anymla.indices import to_slots
+from anymla.indices import quantise_queries, to_slots
 from anymla.kv_cache import KV_FORMATS, KVCache
 from anymla.problem import Feature
-from anymla.verification.batches import moved
-from anymla.verification.inputs import Inputs, index_inputs
+from anymla.verification.inputs import Inputs
 from anymla.verification.memory import ABSURD_PAGES, NAN_BYTE, Draw
 from anymla.verification.needles import COMMON, Needles, Widths
 
@@ -60,17 +60,6 @@ def drawn_inputs(work: Workload, device: torch.device, seed: int = 0) -> Inputs:
     Returns:
         The call, with every query token in a sequence.
     """
-    p = work.problem
-    if p.op == "index_topk":
-        asked = None if p.q_len == 1 else [p.q_len] * work.batch
-        memory: dict[str, Any] = {
-            "seed": seed,
-            "q_dtype": DTYPES[p.q_dtype],
-            "kv_format": p.kv_format,
-            "block_size": p.block_size,
-        }
-        widths = (p.num_heads, p.kv_lora_rank)
-        return moved(index_inputs(*widths, work.lens, asked, p.topk, exact=False, **memory), device)
     return _Maker.of(work, device, seed).call()
 
 
@@ -97,6 +86,7 @@ class _Maker:
             "sparse_decode": self._sparse,
             "prefill": self._prefill,
             "write_cache": self._write,
+            "index_topk": self._index,
         }
         return makers[self.work.problem.op]()
 
@@ -130,6 +120,9 @@ class _Maker:
             "sm_scale": work.sm_scale,
             "sinks": self._sinks(),
         }
+        if work.index is not None:
+            # What is chosen is turned into slots anew.
+            options["block_table"] = table
         return self._inputs((ql_nope, q_pe, cache), options, p.kv_lora_rank)
 
     def _prefill(self) -> Inputs:
@@ -157,6 +150,22 @@ class _Maker:
         return self._inputs(
             (q_nope.to(dtype), q_pe.to(dtype), latent, key, w_uk, w_uv), options, p.v_head_dim
         )
+
+    def _index(self) -> Inputs:
+        work, p = self.work, self.work.problem
+        cache, table = self._cache(work.lens, 1)
+        q = self.draw.normal(work.num_tokens, p.num_heads, p.kv_lora_rank)
+        weights = self.draw.normal(work.num_tokens, p.num_heads)
+        if DTYPES[p.q_dtype] in fp8.FLAVOURS:
+            q, weights = quantise_queries(q, weights, kv_format=p.q_dtype)
+        options = {
+            "block_table": table,
+            "seq_lens": self._integers(work.lens),
+            "qo_indptr": None if p.q_len == 1 else self._indptr(),
+            "topk": p.topk,
+        }
+        tensors = (q.to(DTYPES[p.q_dtype]), weights, cache)
+        return Inputs("index_topk", tensors, options, work.num_tokens, (work.num_tokens, p.topk))
 
     def _write(self) -> Inputs:
         """New tokens for slots in random order, in a cache with as many again."""

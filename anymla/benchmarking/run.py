@@ -3,7 +3,7 @@
 import os
 import platform
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import anymla
-from anymla import api, plans
+from anymla import api, plans, select
 from anymla.benchmarking.inputs import drawn_inputs
 from anymla.benchmarking.sample import Verified, verified
 from anymla.benchmarking.timing import (
@@ -24,8 +24,10 @@ from anymla.benchmarking.timing import (
     time_in_turns,
 )
 from anymla.benchmarking.workloads import DTYPES, Workload
-from anymla.contract import Batch
+from anymla.contract import Batch, IndexArgs
+from anymla.hardware.arches import ARCHES
 from anymla.hardware.probe import this_machine
+from anymla.indices import to_slots
 from anymla.problem import Feature
 from anymla.verification.batches import spans
 from anymla.verification.inputs import Inputs
@@ -40,6 +42,7 @@ class Planned:
         backend: Which backend runs it.
         run: Runs it into the same outputs every time.
         plan: What `run` runs; None for operations that have no plan.
+        timed: What is timed in the place of `run`, which is what is verified; None: that.
         batch: Describes the step anew, by the lengths that the host knows (True) or by bounds alone (False);
             None where that is not how the operation is planned.
     """
@@ -48,6 +51,7 @@ class Planned:
     run: Callable[[], Any]
     plan: Any = None
     batch: Callable[[bool], Batch] | None = None
+    timed: Callable[[], Any] | None = None
 
     @property
     def launch(self) -> dict[str, Any] | None:
@@ -116,6 +120,7 @@ class Record:
             "kv_format": p.kv_format,
             "block_size": p.block_size,
             "topk": p.topk,
+            **({"part": work.part} if work.part else {}),
             "backend": self.backend,
             **({"launch": self.launch} if self.launch else {}),
             "passed": self.passed,
@@ -164,7 +169,9 @@ def bench(
     found = verified(call, ready.run())
     timing = times = None
     if found.judgement.passed:
-        timing = time_in_turns({"run": captured(ready.run, device)}, device, repeats=repeats)["run"]
+        timing = time_in_turns({"run": captured(ready.timed or ready.run, device)}, device, repeats=repeats)[
+            "run"
+        ]
         times = planning_times(ready, device, repeats) if planning else None
     best = ceilings(device, workload.problem.q_dtype)
     return Record(workload, ready.backend, ready.launch, found, timing, *best, planning=times)
@@ -213,6 +220,10 @@ def planned(call: Inputs, workload: Workload, backend: str) -> Planned:
         NoBackend: nothing, or not the named backend, takes the call.
     """
     p, options, like = workload.problem, call.options, call.tensors[0]
+    if workload.part:
+        return _part_of_index(call, workload, backend)
+    if workload.index is not None:
+        return _with_index(call, workload, backend)
     if p.op in ("index_topk", "write_cache"):
         chosen = anymla.explain(p, this_machine(like.device)) if backend == "auto" else ()
         name = next((v.backend.name for v in chosen if v.accepted), backend)
@@ -251,6 +262,55 @@ def planned(call: Inputs, workload: Workload, backend: str) -> Planned:
     prefill = plans.plan_prefill(describe(True), **facts)
     step["kv_cache"] = options.get("cache")
     return Planned(prefill.backend, lambda: prefill.run(*call.tensors, **step), prefill)
+
+
+def _part_of_index(call: Inputs, workload: Workload, backend: str) -> Planned:
+    """All of the indexer to be verified, a part of it to be timed."""
+    (q, weights, cache), options, p = call.tensors, call.options, workload.problem
+    batch = Batch.of(
+        seq_lens=options["seq_lens"],
+        block_table=options["block_table"],
+        qo_indptr=options["qo_indptr"],
+        block_size=p.block_size,
+        num_tokens=call.num_rows,
+        max_q_len=p.q_len,
+        max_seq_len=max(workload.lens),
+    )
+    choice = select.choose(p, this_machine(q.device), backend)
+    module = plans.module_of(choice)
+    state = module.plan_index_topk(batch, p, choice.machine, choice.knobs)
+    ids = torch.empty(call.shape, dtype=torch.int32, device=q.device)
+    args = IndexArgs(q, weights, cache, p.topk, ids)
+
+    def run() -> torch.Tensor:
+        module.index_topk(args, state)
+        return ids
+
+    if workload.part == "torch.topk":
+        logits = state.logits[: call.num_rows, : max(workload.lens)]
+        found = torch.topk(logits, p.topk)
+        timed: Callable[[], Any] = lambda: torch.topk(logits, p.topk, out=found)  # noqa: E731
+    else:
+        part = {"logits": module.index_scores, "choice": module.index_choice}[workload.part]
+        timed = lambda: part(args, state)  # noqa: E731
+    return Planned(choice.backend.name, run, timed=timed)
+
+
+def _with_index(call: Inputs, workload: Workload, backend: str) -> Planned:
+    """Indexer, slots and attention of a step; the slots stand where the call has its indices."""
+    assert workload.index is not None
+    like, p, options = call.tensors[0], workload.problem, call.options
+    asked = drawn_inputs(workload.index, like.device)
+    table, indptr, slots = options["block_table"], asked.options["qo_indptr"], options["indices"]
+    attend = planned(call, replace(workload, index=None), backend)
+    ids = torch.empty(asked.shape, dtype=torch.int32, device=like.device)
+
+    def run() -> Any:
+        api.index_topk(*asked.tensors, **asked.options, out=ids, backend=backend)
+        slots.copy_(to_slots(ids, table, indptr, p.block_size))
+        return attend.run()
+
+    return replace(attend, run=run)
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
@@ -313,6 +373,8 @@ def ceilings(device: torch.device, q_dtype: str = "bf16") -> tuple[float, float]
     The product is of q_dtype on a GPU; on a CPU it is of fp32, which many multiply faster than anything else.
     """
     dtype = torch.float32 if device.type == "cpu" else DTYPES[q_dtype]
+    if dtype.itemsize == 1 and not ARCHES[this_machine(device).arch].has_fp8:
+        dtype = torch.bfloat16
     return _copy_bandwidth(device), product_rate(device, dtype)
 
 

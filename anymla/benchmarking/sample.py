@@ -15,7 +15,7 @@ from anymla import reference
 from anymla.contract import AttentionOutput
 from anymla.kv_cache import KVCache
 from anymla.verification import eager
-from anymla.verification.batches import moved, num_sequences, spans, take
+from anymla.verification.batches import spans
 from anymla.verification.checks import judge_ids
 from anymla.verification.inputs import Inputs
 from anymla.verification.judge import Judgement, judge, judge_written
@@ -188,10 +188,19 @@ def _written(call: Inputs) -> Verified:
 
 
 def _ids(call: Inputs, got: Tensor) -> Verified:
-    here = moved(call, CPU)
-    chosen = spread(num_sequences(here), FEWEST_ROWS)
-    part, rows = take(here, chosen)
-    return Verified(judge_ids(part, got.cpu()[rows]), len(rows), call.tensors[0].shape[1])
+    """Judge what was chosen for some rows, as sequences of their own."""
+    q, weights, cache = call.tensors
+    rows, seen = spread(call.num_rows, FEWEST_ROWS), _Seen(call)
+    slots = [seen.slots(row, cache.block_size) for row in rows]
+    options = {
+        "block_table": _side_by_side([len(s) for s in slots]),
+        "seq_lens": torch.tensor([len(s) for s in slots], dtype=torch.int32),
+        "qo_indptr": None,
+        "topk": call.options["topk"],
+    }
+    tensors = (q[rows].cpu(), weights[rows].cpu(), copied(cache, torch.cat(slots)))
+    part = Inputs("index_topk", tensors, options, len(rows), (len(rows), call.shape[1]))
+    return Verified(judge_ids(part, got[rows].cpu()), len(rows), q.shape[1])
 
 
 def copied(cache: KVCache, slots: Tensor) -> KVCache:

@@ -419,6 +419,7 @@ def _work(
     """A workload of a model split until it has so many heads."""
     row = model_named(model)
     tp = row.num_heads // heads
-    facts = {"kv_format": canonical_name(kv_format), "block_size": 64, "q_len": q_len}
-    problem = row.problem(op, tp=tp, q_dtype=q_dtype, **facts)
+    problem = row.problem(
+        op, tp=tp, q_dtype=q_dtype, kv_format=canonical_name(kv_format), block_size=64, q_len=q_len
+    )
     return Workload(model, tp, problem, row.sm_scale, batch, context, turns, part, index)

@@ -1,7 +1,7 @@
 """Workloads: what is timed, drawn from the rows of MODELS, with the work that it needs at least."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,7 +11,13 @@ from anymla.models import model_named
 from anymla.problem import OPS, Problem
 from anymla.rules import listed
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8_e4m3fn": torch.float8_e4m3fn,
+    "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
+}
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,9 @@ class Workload:
         context: Tokens of a sequence in the cache: those of this call included, except for prefill. Of uneven
             sequences the mean.
         turns: What sequences have in turn instead of `context`, where it is not the same for all.
+        part: Of the indexer, what alone is timed: "logits", "choice", or "torch.topk" in the place of that.
+            Empty: all of the call.
+        index: The indexer that chooses the keys of this sparse decode, timed with it. None: they are given.
     """
 
     model: str
@@ -37,6 +46,8 @@ class Workload:
     batch: int
     context: int
     turns: tuple[int, ...] = ()
+    part: str = ""
+    index: "Workload | None" = None
 
     @property
     def lens(self) -> tuple[int, ...]:
@@ -57,7 +68,9 @@ class Workload:
             f"b{self.batch}",
             f"c{self.context}",
         ]
-        return "-".join([*words, *([f"q{p.q_len}"] if p.q_len > 1 else [])])
+        words += [f"q{p.q_len}"] if p.q_len > 1 else []
+        words += [self.part] if self.part else []
+        return "-".join([*words, *(["with-index"] if self.index else [])])
 
     @property
     def num_tokens(self) -> int:
@@ -76,6 +89,12 @@ class Workload:
     def num_bytes(self) -> int:
         """Bytes that have to move: the cached tokens once, queries, new latents, results."""
         p = self.problem
+        if self.index is not None:
+            return replace(self, index=None).num_bytes + self.index.num_bytes
+        if self.part:
+            logits = 4 * sum(self.visible(n, t) for n in self.lens for t in range(p.q_len))
+            chosen = 4 * self.num_tokens * p.topk
+            return logits + (replace(self, part="").num_bytes - chosen if self.part == "logits" else chosen)
         item = DTYPES[p.q_dtype].itemsize
         a_token = KV_FORMATS[p.kv_format].bytes_per_token(p.kv_lora_rank, p.qk_rope_head_dim)
         if p.op == "write_cache":
@@ -94,7 +113,9 @@ class Workload:
     def flops(self) -> int:
         """Multiplications and additions of the matrix products; masked pairs are not counted."""
         p = self.problem
-        if p.op == "write_cache":
+        if self.index is not None:
+            return replace(self, index=None).flops + self.index.flops
+        if p.op == "write_cache" or self.part in ("choice", "torch.topk"):
             return 0
         pairs = sum(self.visible(n, t) for n in self.lens for t in range(p.q_len)) * p.num_heads
         if p.op == "index_topk":

@@ -123,7 +123,7 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
     ("gather", "*"): (Launch(block_m=16, block_n=1, num_warps=4, num_stages=1),),
     ("index_logits", "*"): (Launch(block_m=64, block_n=64, num_warps=4, num_stages=2),),
     ("index_logits", "nvidia"): (Launch(block_m=64, block_n=64, num_warps=8, num_stages=2),),
-    ("index_logits", "sm89"): (Launch(block_m=64, block_n=64, num_warps=8, num_stages=1),),
+    ("index_logits", "sm89"): (Launch(block_m=64, block_n=32, num_warps=8, num_stages=2),),
     ("index_logits", "gfx1100"): (Launch(block_m=64, block_n=64, num_warps=8, num_stages=1),),
     ("index_logits", "gfx1201"): (Launch(block_m=64, block_n=64, num_warps=8, num_stages=1),),
     ("index_logits", "sm90"): (Launch(block_m=128, block_n=128, num_warps=8, num_stages=3),),

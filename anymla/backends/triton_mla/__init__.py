@@ -9,11 +9,13 @@ from anymla.backends.triton_mla.decode import (
     update_decode,
     workspace_bytes,
 )
-from anymla.backends.triton_mla.index_topk import index_topk, plan_index_topk
+from anymla.backends.triton_mla.index_topk import index_choice, index_scores, index_topk, plan_index_topk
 from anymla.backends.triton_mla.prefill import plan_prefill, prefill, prefill_workspace_bytes
 
 __all__ = [
     "decode",
+    "index_choice",
+    "index_scores",
     "index_topk",
     "plan_decode",
     "plan_index_topk",

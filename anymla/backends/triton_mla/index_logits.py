@@ -54,8 +54,9 @@ def index_logits_kernel(
 ):
     """Grid: SPAN keys, TOKENS rows. Of a row, only the logits of keys that it sees are written.
 
-    FORMAT and Q_FORMAT are those of `keys`, tiled ones being rows of L fp8 values with one scale, as index_k has
-    them, uint8 where the chip cannot convert them; DTYPE is that of the products. Rows are numbered from first_row in `logits` [rows, keys].
+    FORMAT and Q_FORMAT are those of `keys`, tiled ones being rows of L fp8 values with one scale, as index_k
+    has them, uint8 where the chip cannot convert them; DTYPE is that of the products. Row `first_row` is the
+    first of `logits` [rows, keys].
     """
     HEADS: tl.constexpr = TOKENS * HEADS_PADDED
     begin = tl.program_id(0) * SPAN

@@ -1,6 +1,6 @@
-"""Indexer: logits of as many rows as memory is set aside for, the largest of each, and the rows after them."""
+"""Indexer: logits of as many rows as memory is set aside for, the largest of each, then the rows after."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -107,11 +107,28 @@ def index_topk(args: IndexArgs, state: IndexState) -> None:
         args: Checked tensors.
         state: From `plan_index_topk`.
     """
-    at_once, num_tokens = state.logits.shape[0], state.batch.num_tokens
-    for first in range(0, num_tokens, at_once):
-        last = min(first + at_once, num_tokens)
+    for first, last in _parts(state):
         _logits(args, state, first, last)
         _choose(args, state, first, last)
+
+
+def index_scores(args: IndexArgs, state: IndexState) -> None:
+    """Only the logits of `index_topk`; arguments as there. Those of the last rows stay in state.logits."""
+    for first, last in _parts(state):
+        _logits(args, state, first, last)
+
+
+def index_choice(args: IndexArgs, state: IndexState) -> None:
+    """Only the choice of `index_topk`, from what is in state.logits; arguments as there."""
+    for first, last in _parts(state):
+        _choose(args, state, first, last)
+
+
+def _parts(state: IndexState) -> Iterator[tuple[int, int]]:
+    """First and last row, one past it, of what is worked on at a time."""
+    at_once, num_tokens = state.logits.shape[0], state.batch.num_tokens
+    for first in range(0, num_tokens, at_once):
+        yield first, min(first + at_once, num_tokens)
 
 
 def _rows(batch: Batch) -> tuple[Tensor, Tensor]:
@@ -132,7 +149,7 @@ def _logits(args: IndexArgs, state: IndexState, first: int, last: int) -> None:
     launch, table, heads = state.launch, state.batch.block_table, args.q.shape[1]
     data, form = elements(args.cache, state.arch)
     if form in (keys.TILED_FN.value, keys.TILED_FNUZ.value):
-        # In the dtype of the product, copies go straight to where it reads them; scales are found all the same.
+        # In the dtype of the product, copies go straight to where it reads them.
         data = data.view(args.cache.format.value_dtype)
     q, q_form, product = _query_form(args.q, args.cache, form, state.arch)
     span = SPAN_BLOCKS * launch.block_n

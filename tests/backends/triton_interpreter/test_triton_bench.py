@@ -49,6 +49,31 @@ def test_a_case_is_planned_verified_and_timed(op):
     assert (found.launch is not None) == (op != "write_cache")
 
 
+@pytest.mark.parametrize("part", ["logits", "choice", "torch.topk"])
+def test_a_part_of_the_indexer_is_timed_and_all_of_it_verified(part):
+    work = indexer(part=part)
+    found = run.bench(work, "triton", CPU, repeats=1)
+    assert found.passed, found.verified.judgement.reasons
+    assert found.backend == "triton" and found.timing is not None
+    assert (found.workload.flops > 0) == (part == "logits")
+
+
+def test_a_whole_sparse_step_is_one_case():
+    facts = {"tp": 64, "batches": (2,), "contexts": (20,), "block_size": 16, "topk": 8}
+    (work,) = workloads("deepseek-v3.2", op="sparse_decode", **facts)
+    work = replace(work, problem=replace(work.problem, num_heads=3), index=indexer())
+    found = run.bench(work, "triton", CPU, repeats=1)
+    assert found.passed, found.verified.judgement.reasons
+    assert work.num_bytes > work.index.num_bytes and found.timing is not None
+
+
+def indexer(**more):
+    facts = {"tp": 1, "batches": (2,), "contexts": (20,), "block_size": 16, "topk": 8, "q_dtype": "bf16"}
+    (work,) = workloads("deepseek-v3.2", op="index_topk", **facts)
+    problem = replace(work.problem, q_dtype="fp8_e4m3fn", num_heads=4)
+    return replace(work, problem=problem, **more)
+
+
 def test_a_launch_row_is_tried_by_the_planner_itself():
     row = small("decode")
     call = drawn_inputs(row.work, CPU)
