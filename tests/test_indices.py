@@ -1,10 +1,11 @@
-"""Token ids of a sequence become slots of the cache."""
+"""What stands between an indexer and sparse attention: slots of chosen tokens, queries in fp8."""
 
 import pytest
 import torch
 
 from anymla.errors import InvalidInput
-from anymla.indices import to_slots
+from anymla.indices import compacted, quantise_queries, to_slots
+from anymla.kv_cache import KVCache
 
 
 def ints(values: object) -> torch.Tensor:
@@ -100,3 +101,44 @@ def test_what_names_no_slot_is_refused(arguments, reason):
 def test_no_value_of_a_device_tensor_is_looked_at():
     got = to_slots(ints([[0, 99]]).to("meta"), TABLE[:1].to("meta"), None, 4)
     assert got.shape == (1, 2) and got.dtype == torch.int32
+
+
+def test_keys_are_moved_to_the_front_in_order_and_counted():
+    indices, counts = compacted(ints([[-1, 7, -1, 3], [-1, -1, -1, -1], [2, 0, 1, 5]]))
+    assert indices.tolist() == [[7, 3, -1, -1], [-1, -1, -1, -1], [2, 0, 1, 5]]
+    assert counts.tolist() == [2, 0, 4] and counts.dtype == indices.dtype == torch.int32
+    assert [t.shape for t in compacted(ints([]).view(0, 4))] == [(0, 4), (0,)]
+
+
+class TestQuantisedQueries:
+    q = torch.randn(5, 3, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weights = torch.tensor([1.0, -2.0, 0.5]).expand(5, 3)
+
+    @pytest.mark.parametrize("kv_format", ["index_k", "index_k_fnuz", "fp8_e4m3fn"])
+    @pytest.mark.parametrize("power_of_two", [False, True])
+    def test_a_weight_has_the_scale_of_its_query(self, kv_format, power_of_two):
+        codes, weights = quantise_queries(
+            self.q, self.weights, kv_format=kv_format, power_of_two=power_of_two
+        )
+        scales = weights / self.weights
+        assert codes.dtype == (torch.float8_e4m3fnuz if "fnuz" in kv_format else torch.float8_e4m3fn)
+        assert bool((scales > 0).all())
+        assert not power_of_two or bool((scales.log2() % 1 == 0).all())
+        largest = torch.finfo(codes.dtype).max
+        error = (codes.float() * scales[..., None] - self.q.float()).abs()
+        assert bool((error <= self.q.float().abs() / 16 + scales[..., None] * 2**-9).all())
+        assert bool((codes.float().abs().amax(-1) >= largest / (2.1 if power_of_two else 1)).all())
+
+    def test_scales_are_those_that_a_cache_stores(self):
+        cache = KVCache.allocate(1, 5, kv_lora_rank=64, qk_rope_head_dim=0, kv_format="index_k")
+        cache.write(self.q[:, 0], self.q[:, 0, :0], torch.arange(5), power_of_two=True)
+        codes, weights = quantise_queries(
+            self.q[:, :1], torch.ones(5, 1), kv_format="index_k", power_of_two=True
+        )
+        assert torch.equal(cache.read(torch.arange(5)), codes[:, 0].float() * weights)
+
+    def test_a_format_without_fp8_and_other_shapes_are_refused(self):
+        with pytest.raises(InvalidInput, match="kv_format got bf16; needs a format with fp8 values"):
+            quantise_queries(self.q, self.weights, kv_format="bf16")
+        with pytest.raises(InvalidInput, match=r"weights got shape \(2, 3\); needs \(5, 3\)"):
+            quantise_queries(self.q, self.weights[:2], kv_format="index_k")

@@ -118,7 +118,7 @@ class TestEveryFamily:
                 "sparse": layers * (19 - dense),
             }
 
-    @pytest.mark.parametrize("name", SPARSE)
+    @pytest.mark.parametrize("name", ["tiny-deepseek-v32", "tiny-glm-5", "tiny-hy-v4"])
     def test_logits_stay_within_the_budget_of_the_judge(self, name):
         model, batch = build(name), padded()
         reference = exact_logits(model, batch)

@@ -40,7 +40,7 @@ LONGEST = 130
 MOST_ROWS = 320
 """Heads times query tokens of a sequence, at most."""
 
-QUICK = {"decode": 7, "sparse_decode": 4, "prefill": 4, "write_cache": 4}
+QUICK = {"decode": 7, "sparse_decode": 4, "prefill": 4, "write_cache": 4, "index_topk": 3}
 """Cases of each operation of a quick run."""
 
 

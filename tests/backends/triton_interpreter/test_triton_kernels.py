@@ -17,6 +17,7 @@ from anymla.backends import triton_mla
 from anymla.backends.triton_mla.store import e4m3_code
 from anymla.contract import WriteArgs
 from anymla.hardware.arches import ARCHES
+from anymla.hardware.tiles import prefill_shared_bytes
 from anymla.kv_cache import KV_FORMATS
 from anymla.models import MODELS
 from anymla.problem import Feature
@@ -133,7 +134,8 @@ class TestPrefill:
         for name, q_len in product(MODELS, (1, 1000)):
             problem = MODELS[name].problem("prefill", q_len=q_len)
             row = prefill._launch_for(problem, machine(arch))
-            assert prefill.shared_bytes(row, problem, machine(arch)) <= ARCHES[arch].shared_bytes
+            widths = problem.qk_nope_head_dim, problem.qk_rope_head_dim, problem.v_head_dim
+            assert prefill_shared_bytes(row, arch, *widths) <= ARCHES[arch].shared_bytes
             assert prefill.ALIGN % row.block_n == 0
 
 

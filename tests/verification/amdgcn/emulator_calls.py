@@ -18,14 +18,21 @@ import torch
 import triton
 import triton.language as tl
 
-from anymla import api, plans
+from anymla import api, plans, quantise_queries
 from anymla.contract import Batch
 from anymla.hardware.arches import ARCHES
 from anymla.verification.amdgcn.checks import Fault
 from anymla.verification.amdgcn.driver import Emulator, OrderMatters, emulated
 from anymla.verification.amdgcn.program import Program
-from anymla.verification.checks import right_answer, run_call
-from anymla.verification.inputs import Inputs, decode_inputs, prefill_inputs, sparse_inputs, write_inputs
+from anymla.verification.checks import judge_ids, right_answer, run_call
+from anymla.verification.inputs import (
+    Inputs,
+    decode_inputs,
+    index_inputs,
+    prefill_inputs,
+    sparse_inputs,
+    write_inputs,
+)
 from anymla.verification.judge import Judgement, judge, judge_written, together
 from anymla.verification.needles import Widths
 
@@ -59,6 +66,11 @@ def api_calls(chip: str) -> Iterator[tuple[str, Inputs]]:
         "prefill page 16",
         prefill_inputs(few, (70, 0, 33), (3, 40, 1), block_size=16, kv_format=fp8_of(chip), **bf16),
     )
+    keys = "index_k" + ("_fnuz" if fp8_of(chip).endswith("fnuz") else "")
+    chosen = index_inputs(20, 128, *RAGGED, 9, kv_format=keys)
+    q, weights, cache = chosen.tensors
+    chosen = replace(chosen, tensors=(*quantise_queries(q, weights, kv_format=keys), cache))
+    yield "index fp8 with fp8", chosen
     yield "write fp8", write_inputs(512, 64, 13, kv_format=fp8_of(chip), block_size=16)
     yield "write 656 bytes", write_inputs(512, 64, 13, kv_format="fp8_ds_mla", block_size=64)
 
@@ -74,6 +86,8 @@ def check_api(chip: str) -> Iterator[dict[str, Any]]:
                 kept = slots >= 0
                 expected = cache.read(slots[kept], dtype=torch.float64)
                 found = judge_written(expected, _written(call)[kept], torch.cat((kv_c, k_pe), -1)[kept])
+            elif call.op == "index_topk":
+                found = judge_ids(call, run_call(call, "triton"))
             else:
                 exact, runs = right_answer(call)
                 found = judge(run_call(call, "triton"), exact, *runs)
