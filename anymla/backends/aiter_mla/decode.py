@@ -14,13 +14,13 @@ from torch import Tensor
 
 from anymla.backends.aiter_mla.calls import Call, call_of
 from anymla.backends.aiter_mla.manifest import Route, route_of
+from anymla.backends.aiter_mla.operands import dtype_of, rounded, rows_of
 from anymla.backends.aiter_mla.pages import keys_seen, write_chosen, write_lists
 from anymla.backends.aiter_mla.provider import aiter_of
 from anymla.contract import Batch, DecodeArgs, SparseArgs
 from anymla.errors import BackendError, Reasons
 from anymla.hardware.probe import Machine
 from anymla.heads import HeadPadding
-from anymla.kv_cache import KVCache
 from anymla.merge import apply_sinks
 from anymla.problem import Problem
 
@@ -35,8 +35,6 @@ PLAN_FIELDS = (
     "reduce_final_map",
     "reduce_partial_map",
 )
-GIB = 1 << 30
-INT32_MAX = torch.iinfo(torch.int32).max
 
 
 @dataclass
@@ -236,8 +234,8 @@ def _layout(
             batch_size=rows,
             max_seqlen_qo=call.q_len,
             num_head_qo=call.lanes,
-            q_dtype=_dtype(call.q, problem),
-            kv_dtype=_dtype(call.kv, problem),
+            q_dtype=dtype_of(call.q, problem),
+            kv_dtype=dtype_of(call.kv, problem),
             is_sparse=False,
             fast_mode=True,
         )
@@ -256,8 +254,8 @@ def _write_plan(state: State, layout: Layout) -> None:
         optional["kv_last_page_lens"] = layout.last_page_lens
     if call.kv == "fp8":
         # Without dtypes it plans for bf16.
-        optional["dtype_q"] = _dtype(call.q, state.problem)
-        optional["dtype_kv"] = _dtype(call.kv, state.problem)
+        optional["dtype_q"] = dtype_of(call.q, state.problem)
+        optional["dtype_kv"] = dtype_of(call.kv, state.problem)
     planner(
         seqlens_qo_indptr=layout.qo_indptr,
         seqlens_kv_indptr=layout.kv_indptr,
@@ -283,13 +281,15 @@ def _attend(args: DecodeArgs | SparseArgs, state: State, indices: Tensor) -> Non
     if args.out.is_cuda and torch.cuda.is_current_stream_capturing():
         state.captured = True
     route, cache = layout.route, args.cache
-    _check_cache(cache, route.knobs)
-    call = route.call
+    call, rows = route.call, rows_of(cache, route.knobs)
+    rows_a_page = cache.data.stride(0) // cache.data.stride(1)
+    if rows_a_page != cache.block_size:
+        indices = indices // cache.block_size * rows_a_page + indices % cache.block_size
     padding = HeadPadding.between(state.problem.num_heads, call.lanes)
     queries = padding.pad_q(torch.cat((args.ql_nope, args.q_pe), -1)).contiguous()
     q_scale = None
     if call.q == "fp8":
-        queries, q_scale = _rounded(queries, cache.data.dtype)
+        queries, q_scale = rounded(queries, cache.data.dtype)
     own = padding.rule != "identity" or "own_out" in route.knobs or not args.out.is_contiguous()
     shape = (queries.shape[0], call.lanes, cache.kv_lora_rank)
     out = torch.empty(shape, dtype=args.out.dtype, device=args.out.device) if own else args.out
@@ -298,7 +298,7 @@ def _attend(args: DecodeArgs | SparseArgs, state: State, indices: Tensor) -> Non
         splits = max(state.machine.multiprocessors, 1)
     _, lse = state.calls["mla_decode_fwd"](
         q=queries,
-        kv_buffer=cache.data.view(-1, 1, 1, cache.data.shape[-1]),
+        kv_buffer=rows,
         o=out,
         qo_indptr=layout.qo_indptr,
         kv_indptr=layout.kv_indptr,
@@ -339,34 +339,6 @@ def _finish(args: DecodeArgs | SparseArgs, state: State, out: Tensor | None, lse
     if out is not args.out:
         args.out.copy_(out)
     args.out.masked_fill_(is_empty[..., None], 0.0)
-
-
-def _rounded(queries: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Queries as fp8 and the scale, [1] fp32, that gives them back."""
-    largest = torch.finfo(dtype).max
-    scale = queries.abs().amax().float().clamp_(min=torch.finfo(torch.float32).tiny) / largest
-    return (queries.float() / scale).clamp_(-largest, largest).to(dtype), scale.reshape(1)
-
-
-def _check_cache(cache: KVCache, knobs: Mapping[str, int]) -> None:
-    reasons, data = Reasons("decode"), cache.data
-    reasons.need(
-        data.is_contiguous(), "kv_cache", f"strides {data.stride()}", "contiguous memory for backend aiter"
-    )
-    slots = cache.num_blocks * cache.block_size
-    reasons.need(slots <= INT32_MAX, "kv_cache", f"{slots} slots", "less than 2^31 for backend aiter")
-    most = knobs.get("max_cache_gib", 0) * GIB
-    if most:
-        size = data.numel() * data.element_size()
-        reasons.need(size <= most, "kv_cache", f"{size} bytes", f"at most {most} with this AITER")
-    reasons.raise_if_any()
-
-
-def _dtype(name: str, problem: Problem) -> torch.dtype:
-    """bf16, or the fp8 of the cache."""
-    if name == "bf16":
-        return torch.bfloat16
-    return torch.float8_e4m3fnuz if problem.kv_format == "fp8_e4m3fnuz" else torch.float8_e4m3fn
 
 
 def _is_whole(batch: Batch, layout: Layout) -> bool:

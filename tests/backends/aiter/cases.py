@@ -11,7 +11,7 @@ import torch
 from double import AiterDouble
 from torch import Tensor
 
-from anymla.backends.aiter_mla import decode, facts
+from anymla.backends.aiter_mla import facts, operands
 from anymla.contract import AttentionOutput, Batch
 from anymla.errors import NoBackend
 from anymla.hardware.probe import Machine
@@ -266,7 +266,7 @@ def _judge(
 ) -> None:
     """Judge against fp64 over the keys that each row sees, with the queries that the kernel is given."""
     if KINDS[case.kind][0] == "fp8":
-        rounded, scale = decode._rounded(q, cache.data.dtype)
+        rounded, scale = operands.rounded(q, cache.data.dtype)
         exact = rounded.double() * scale.double()
     else:
         exact = q.double()

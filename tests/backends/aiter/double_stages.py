@@ -44,7 +44,7 @@ class Step:
         if end > self.given["kv_indices"].shape[0] or bool(((slots < 0) | (slots >= self.kv.shape[0])).any()):
             raise Aborted("a slot outside the cache is read")
         scale = self.given.get("kv_scale") if self.kinds[1] == "fp8" else None
-        rows = self.kv.view(-1, self.kv.shape[-1])[slots].float()
+        rows = self.kv[slots, 0, 0].float()
         return rows if scale is None else rows * scale
 
     def queries(self) -> Tensor:
@@ -64,7 +64,7 @@ def attend(step: Step, q: Tensor, start: int, stop: int, end: int) -> tuple[Tens
     lse = scores.logsumexp(-1)
     weights = torch.where(lse[..., None] == -math.inf, 0.0, (scores - lse[..., None]).exp())
     out = torch.einsum("nhk,kd->nhd", weights, keys[:, :512])
-    if not bool(step.kv.view(-1, step.kv.shape[-1])[0].float().isfinite().all()) and (stop - start) % 16:
+    if not bool(step.kv[0].float().isfinite().all()) and (stop - start) % 16:
         # Lanes past the tail read slot 0, and 0 times NaN is NaN.
         out = torch.full_like(out, NAN)
     return out, lse

@@ -9,7 +9,7 @@ from cases import Case
 from double import AiterDouble
 
 from anymla import reference
-from anymla.backends.aiter_mla import decode, pages
+from anymla.backends.aiter_mla import decode, operands, pages
 from anymla.contract import AttentionOutput, Batch
 from anymla.errors import BackendError, InvalidInput
 from anymla.plans import DecodePlan, decode_plan
@@ -157,12 +157,29 @@ def test_a_kernel_that_returns_no_lse_is_an_error(
         require_right(plan, batch, PLAIN)
 
 
-def test_a_cache_with_gaps_is_refused(double: AiterDouble) -> None:
+def test_a_cache_with_gaps_between_rows_and_pages_is_read_where_it_lies(double: AiterDouble) -> None:
+    plan = plan_of(PLAIN, batch := step([33, 9], [1, 3]))
+    cache, q = cases._values("bf16"), cases._queries(16, 4)
+    storage = torch.full((cache.num_blocks, 3 * 8, 592), torch.nan, dtype=torch.bfloat16)
+    storage[0] = 0
+    apart = storage[:, 8:16, :576]
+    apart.copy_(cache.data)
+    got, dense = (
+        plan.run(*q, one, sm_scale=cases.SM_SCALE, return_lse=True)
+        for one in (replace(cache, data=apart), cache)
+    )
+    assert torch.equal(got.out, dense.out) and batch.num_tokens == 4
+
+
+def test_a_cache_whose_pages_are_no_whole_rows_apart_is_refused(double: AiterDouble) -> None:
     plan = plan_of(PLAIN, step([33], [1]))
-    cache = cases._values("bf16")
-    strided = torch.zeros(24, 16, 576, dtype=torch.bfloat16)[:, :8]
-    with pytest.raises(InvalidInput, match=r"kv_cache got strides \(9216, 576, 1\); needs contiguous memory"):
-        plan.run(*cases._queries(16, 1), replace(cache, data=strided), sm_scale=1.0, return_lse=True)
+    odd = torch.zeros(24 * 8 * 600, dtype=torch.bfloat16).as_strided((24, 8, 576), (8 * 576 + 64, 576, 1))
+    with pytest.raises(
+        InvalidInput, match=r"kv_cache got strides \(4672, 576, 1\); needs pages of whole rows"
+    ):
+        plan.run(
+            *cases._queries(16, 1), replace(cases._values("bf16"), data=odd), sm_scale=1.0, return_lse=True
+        )
 
 
 def test_keys_seen_are_counted_by_rows() -> None:
@@ -201,8 +218,8 @@ def test_splits_fill_the_chip_within_what_quirks_allow(
 
 def test_rounded_queries_come_back_by_their_scale() -> None:
     q = torch.randn(3, 2, 576).bfloat16()
-    rounded, scale = decode._rounded(q, torch.float8_e4m3fnuz)
+    rounded, scale = operands.rounded(q, torch.float8_e4m3fnuz)
     assert scale.shape == (1,)
     assert (rounded.float() * scale - q.float()).abs().max() <= q.abs().max() / 16
-    nothing, scale = decode._rounded(torch.zeros(1, 1, 576).bfloat16(), torch.float8_e4m3fn)
+    nothing, scale = operands.rounded(torch.zeros(1, 1, 576).bfloat16(), torch.float8_e4m3fn)
     assert scale.isfinite().all() and (nothing.float() == 0).all()

@@ -11,7 +11,7 @@ from double import AiterDouble
 from double_stages import Aborted
 
 from anymla import select
-from anymla.backends.aiter_mla import manifest
+from anymla.backends.aiter_mla import manifest, operands
 from anymla.backends.aiter_mla.provider import recorded_aiter
 from anymla.contract import Batch
 from anymla.hardware.quirks import KERNEL_QUIRKS, Quirk
@@ -166,13 +166,11 @@ def test_folded_heads_do_not_stay_permuted_in_the_memory_of_the_caller(
     assert folded_step(monkeypatch) > 0
 
 
-def test_a_cache_beyond_what_a_release_can_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = at("0.1.19", "gfx950", 16)
-    AiterDouble(case.release, case.arch, cases.UNITS).install(monkeypatch)
-    batch = cases._batch(cases.LENGTHS[case.lengths], 1)
-    plan = decode_plan(batch, cases.problem_of(case), "aiter", cases.machine_of(case))
+def test_a_cache_beyond_what_a_release_can_address_is_refused() -> None:
     full = cases._values("bf16")
-    huge = torch.empty(1, dtype=torch.bfloat16).expand(1 << 19, 8, 576)
-    cache = KVCache(huge, full.format, 512, 64, None)
+    huge = torch.empty(1 << 19, 8, 576, dtype=torch.bfloat16, device="meta")
+    knobs = {"max_cache_gib": 4}
+    assert operands.rows_of(full, knobs).shape == (cases.SLOTS, 1, 1, 576)
     with pytest.raises(ValueError, match=r"kv_cache got 4831838208 bytes; needs at most 4294967296"):
-        plan.run(*cases._queries(16, 3), cache, sm_scale=cases.SM_SCALE)
+        operands.rows_of(KVCache(huge, full.format, 512, 64, None), knobs)
+    assert operands.rows_of(KVCache(huge, full.format, 512, 64, None), {}).shape[0] == 1 << 22

@@ -1,6 +1,6 @@
 """The binder against real code: the wheel that PyPI has, parsed and not imported.
 
-Without the wheel this says so: pip download --pre --no-deps amd-aiter==0.1.7.post2.dev18, then AITER_WHEEL=<file>.
+Without the wheel it says so: pip download --pre --no-deps amd-aiter==0.1.7.post2.dev18, AITER_WHEEL=<file>.
 """
 
 import os
