@@ -4,7 +4,7 @@ T query tokens, B sequences, H heads, L = kv_lora_rank, R = qk_rope_head_dim, P 
 V = v_head_dim, S new tokens of latent, K indices a query token.
 
 Inputs are those that `contract` accepts, on any device; results are fp64 on the device of the queries. Values
-that are live propagate as softmax arithmetic has it: a score of NaN or +inf makes its row NaN, a score of -inf
+that are live propagate as softmax arithmetic has it: a score of NaN or +inf makes its row NaN, one of -inf
 is a key of weight 0, and a row whose scores are all -inf attends to nothing.
 """
 

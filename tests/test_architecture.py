@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"errors", "problem"},
     "hardware.arches": set(),
     "hardware.launch": {"hardware.arches"},
+    "hardware.tiles": {"hardware.arches", "hardware.launch"},
     "hardware.probe": {"errors", "hardware.arches"},
     "hardware.quirks": {"rules", "problem", "hardware.arches"},
     "fp8": set(),
@@ -41,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "distributed": WORDS | CONTRACT | MATHS | {"plans", "api"},
     "integrations": LIBRARY,
     "verification": LIBRARY | {"reference", "fp8"},
-    "benchmarking": LIBRARY | {"reference", "verification"},
+    "benchmarking": LIBRARY | {"reference", "fp8", "verification"},
     "cli": LIBRARY | {"integrations", "verification", "benchmarking"},
     "__init__": LIBRARY,
 }

@@ -79,7 +79,7 @@ def _ratio(slow: Record | None, fast: Record | None) -> float:
 
 
 def _plan_us(record: Record) -> float:
-    """Of the host or of the device, whichever works a step out in less; what the device does is not waited for."""
+    """Of the host or the device, whichever needs less; nothing waits for what the device does."""
     planning = record.planning or {}
     return min(planning.get(f"plan_{where}_us", math.nan) for where in ("host", "device"))
 

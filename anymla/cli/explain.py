@@ -11,8 +11,9 @@ import typer
 from anymla import select
 from anymla.errors import InvalidInput, Reasons
 from anymla.hardware.arches import ARCHES
-from anymla.hardware.launch import Launch, attend_row, launch_rows
+from anymla.hardware.launch import Launch, launch_rows
 from anymla.hardware.probe import Machine, machine_named, this_machine
+from anymla.hardware.tiles import attend_row, prefill_row
 from anymla.models import MODELS, model_named
 from anymla.problem import DTYPE_NAMES, KV_FORMAT_NAMES, OPS, Feature, Problem, canonical_name
 from anymla.rules import listed
@@ -158,9 +159,13 @@ def launch_row(answer: Answer) -> Launch | None:
         return None
     if problem.op == "write_cache":
         return launch_rows("cache_write", arch)[0]
+    invariant = Feature.BATCH_INVARIANT in problem.features
+    if problem.op == "prefill":
+        widths = problem.qk_nope_head_dim, problem.qk_rope_head_dim, problem.v_head_dim
+        return prefill_row(arch, problem.q_len, *widths, largest=invariant)
     if problem.op not in ("decode", "sparse_decode"):
         return None
-    tokens = 1 if Feature.BATCH_INVARIANT in problem.features else problem.q_len
+    tokens = 1 if invariant else problem.q_len
     return attend_row(
         arch,
         problem.num_heads * tokens,

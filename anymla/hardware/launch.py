@@ -1,6 +1,6 @@
 """LAUNCH: tile sizes and warps for each kernel and chip; the exact chip, then its vendor, then "*"."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from anymla.hardware.arches import ARCHES
@@ -143,82 +143,3 @@ def launch_rows(kernel: str, arch: str) -> tuple[Launch, ...]:
         if (kernel, key) in LAUNCH:
             return LAUNCH[kernel, key]
     raise KeyError(kernel)
-
-
-def attend_row(
-    arch: str,
-    rows: int,
-    latent: int,
-    rope: int,
-    kv_format: str,
-    block_size: int,
-    *,
-    sparse: bool = False,
-    element_bytes: int = 2,
-    refuses: Callable[[Launch], object] = lambda row: None,
-) -> Launch:
-    """The row that attention takes: of those that fit on the chip the first whose tile holds the rows.
-
-    Args:
-        arch: The chip.
-        rows: Rows of a sequence that share its keys: query tokens times heads, or heads where the split must
-            not depend on the number of tokens.
-        latent: kv_lora_rank.
-        rope: qk_rope_head_dim.
-        kv_format: Of the cache.
-        block_size: Tokens of a page.
-        sparse: Whether keys are given one by one.
-        element_bytes: Of a query's element.
-        refuses: True, or a reason, for rows that do not take the call for another cause.
-
-    Returns:
-        The row; where no tile is that large, the first of the largest.
-    """
-    room = ARCHES[arch].shared_bytes if arch in ARCHES else 0
-    fits = [
-        row
-        for row in launch_rows("attend", arch)
-        if not refuses(row)
-        and (not row.wgmma or _warpgroups_take(latent, rope, kv_format))
-        and (not room or attend_shared_bytes(row, arch, latent, rope, element_bytes) <= room)
-    ]
-    assert fits, f"no launch row of attend takes {rows} rows of {latent} + {rope} on {arch}"
-    apart = sparse or block_size % max(row.block_n for row in fits) != 0
-    if apart or kv_format.startswith("fp8"):
-        # What a warpgroup of its own gathers or converts costs the others nothing, however few the rows.
-        fits = [row for row in fits if row.wgmma] or fits
-    most = max(row.block_m for row in fits)
-    return next(row for row in fits if row.block_m >= min(rows, most))
-
-
-def _warpgroups_take(latent: int, rope: int, kv_format: str) -> bool:
-    """Whether `attend_wgmma` has layouts for these widths, and knows the format."""
-    return latent in (256, 512) and rope in (0, 16, 32, 64, 128) and kv_format != "fp32"
-
-
-def attend_shared_bytes(row: Launch, arch: str, latent: int, rope: int, element_bytes: int = 2) -> int:
-    """The most on-chip bytes of a program of attention; the audit holds it against what compilers lay out.
-
-    AMD keeps queries in registers, and operands pass through LDS in chunks. Elsewhere the block in use has
-    left the buffers of those in flight, except where a warpgroup multiplies from them.
-    """
-    latent, rope = padded(latent, row.chunk), padded(rope)
-    block, weights = row.block_n * (latent + rope), row.block_m * row.block_n
-    if arch in ARCHES and ARCHES[arch].vendor == "amd":
-        # Sums, in fp32, pass only where they have to be transposed.
-        passing = max(row.block_m, row.block_n) * min(row.chunk, latent) * (2 if row.swap else 1)
-        return element_bytes * max((row.num_stages - 1) * block + weights, passing)
-    if row.wgmma:
-        # Weights take the room of RoPE parts as large; maxima, sums and barriers beside.
-        weights = 0 if rope == row.block_n else 2 * weights
-        return element_bytes * (row.block_m * (latent + rope) + 2 * block + weights) + 32 * row.block_m
-    in_flight = row.num_stages if row.block_m >= 64 else max(row.num_stages - 1, 1)
-    indices = 4 * row.block_n * in_flight
-    return element_bytes * (row.block_m * (latent + rope) + in_flight * block + weights) + indices
-
-
-def padded(width: int, chunk: int = 0) -> int:
-    """The width that a kernel works in: whole chunks, or one power of two from 16 on."""
-    if chunk and width % chunk == 0:
-        return width
-    return max(16, 1 << (width - 1).bit_length())

@@ -168,8 +168,8 @@ def judge_written(got: Tensor, expected: Tensor, given: Tensor) -> Judgement:
 def judge_topk(got: Tensor, chosen: Tensor, logits: Sequence[Tensor], eager: Sequence[Tensor]) -> Judgement:
     """Judge the tokens that an indexer chose.
 
-    Their order is left open. Where fp32 gives every logit exactly, the set must be that of the reference, with
-    its ties. Elsewhere the logits of what was chosen instead must be within the budget of those left out, the
+    Their order is left open. Where fp32 gives every logit exactly, the set must be that of the reference,
+    with its ties. Elsewhere the logits of what was chosen instead must be within the budget of those left out, the
     largest beside the largest, so that only near ties may change places.
 
     Args:

@@ -13,8 +13,9 @@ from anymla.backends.triton_mla.elements import elements
 from anymla.backends.triton_mla.schedule import schedule_kernel
 from anymla.backends.triton_mla.warpgroups import aligned, key_boxes, missing
 from anymla.contract import Batch, DecodeArgs, SparseArgs
-from anymla.hardware.launch import Launch, attend_row, launch_rows, padded
+from anymla.hardware.launch import Launch, launch_rows
 from anymla.hardware.probe import Machine
+from anymla.hardware.tiles import attend_row, padded
 from anymla.problem import Feature, Problem
 
 LOG2_E = 1.4426950408889634

@@ -17,9 +17,9 @@ from anymla.backends.triton_mla.elements import elements
 from anymla.backends.triton_mla.expand import expand_kernel, gather_kernel
 from anymla.backends.triton_mla.mha import mha_kernel
 from anymla.contract import Batch, PrefillArgs
-from anymla.hardware.arches import ARCHES
 from anymla.hardware.launch import Launch, launch_rows
 from anymla.hardware.probe import Machine
+from anymla.hardware.tiles import chunked, padded, prefill_row
 from anymla.kv_cache import KVCache
 from anymla.problem import Feature, Problem
 
@@ -222,56 +222,15 @@ def _tiles(q_starts: Tensor, num_tiles: int, block_m: int) -> Tensor:
 
 
 def _launch_for(problem: Problem, machine: Machine) -> Launch:
-    """Of the rows for these widths, the smallest tile that holds the query tokens, else the largest.
-
-    A batch-invariant step always takes the largest: its tiles must not depend on the batch.
-    """
-    chip, widest = ARCHES.get(machine.arch), max(_padded_widths(problem))
-    room = chip.shared_bytes if chip is not None else 0
-    fits = [
-        row
-        for row in launch_rows("prefill", machine.arch)
-        if row.widest >= widest and (not room or shared_bytes(row, problem, machine) <= room)
-    ]
-    assert fits, f"no launch row of prefill fits {problem} on {machine.arch}"
-    narrowest = min(row.widest for row in fits)
-    fits = [row for row in fits if row.widest == narrowest]
-    if Feature.BATCH_INVARIANT not in problem.features:
-        fits = [row for row in fits if row.block_m >= problem.q_len][:1] or fits
-    return fits[-1]
-
-
-def shared_bytes(launch: Launch, problem: Problem, machine: Machine) -> int:
-    """The on-chip bytes of a program, as the compiler has been seen to lay them out.
-
-    AMD keeps queries in registers and one block less than the stages in LDS; sums pass through it when they
-    are kept. Elsewhere queries and every stage are in shared memory.
-    """
-    element, (key, value) = DTYPES[problem.q_dtype].itemsize, _padded_widths(problem)
-    block, weights = launch.block_n * (key + value), launch.block_m * launch.block_n
-    if machine.facts is not None and machine.facts.vendor == "amd":
-        sums = 4 * launch.block_m * _split(problem.v_head_dim)[0]
-        return max(element * (max(launch.num_stages - 1, 1) * block + weights), sums)
-    return element * (launch.block_m * key + launch.num_stages * block)
-
-
-def _padded_widths(problem: Problem) -> tuple[int, int]:
-    """Columns of a key and of a value as they are multiplied."""
-    (nope, chunks), (value, value_chunks) = map(_split, (problem.qk_nope_head_dim, problem.v_head_dim))
-    return nope * chunks + _rope_padded(problem), value * value_chunks
-
-
-def _rope_padded(problem: Problem) -> int:
-    rope = problem.qk_rope_head_dim
-    return max(16, triton.next_power_of_2(rope)) if rope else 0
-
-
-def _split(width: int) -> tuple[int, int]:
-    """Width and number of the chunks in which so many columns are multiplied, with little to mask."""
-    for chunk in (128, 64, 32):
-        if width % chunk == 0:
-            return chunk, width // chunk
-    return (64, triton.cdiv(width, 64)) if width > 128 else (max(16, triton.next_power_of_2(width)), 1)
+    return prefill_row(
+        machine.arch,
+        problem.q_len,
+        problem.qk_nope_head_dim,
+        problem.qk_rope_head_dim,
+        problem.v_head_dim,
+        DTYPES[problem.q_dtype].itemsize,
+        largest=Feature.BATCH_INVARIANT in problem.features,
+    )
 
 
 def _gather(
@@ -298,7 +257,7 @@ def _gather(
         R=problem.qk_rope_head_dim,
         WIDTH=LATENT_WIDTH,
         CHUNKS=triton.cdiv(problem.kv_lora_rank, LATENT_WIDTH),
-        R_PADDED=_rope_padded(problem),
+        R_PADDED=padded(problem.qk_rope_head_dim) if problem.qk_rope_head_dim else 0,
         BLOCK_M=launch.block_m,
         BLOCK_SIZE=cache.block_size,
         FORMAT=form,
@@ -356,7 +315,7 @@ def _attend(
 ) -> None:
     problem, launch = state.problem, state.launch
     num_tiles = state.tiles.shape[0]
-    (p_width, p_chunks), (v_width, v_chunks) = map(_split, (problem.qk_nope_head_dim, problem.v_head_dim))
+    (p_width, p_chunks), (v_width, v_chunks) = map(chunked, (problem.qk_nope_head_dim, problem.v_head_dim))
     mha_kernel[(num_tiles * problem.num_heads,)](
         args.q_nope,
         args.q_pe,
@@ -389,7 +348,7 @@ def _attend(
         V=problem.v_head_dim,
         P_WIDTH=p_width,
         P_CHUNKS=p_chunks,
-        R_PADDED=_rope_padded(problem),
+        R_PADDED=padded(problem.qk_rope_head_dim) if problem.qk_rope_head_dim else 0,
         V_WIDTH=v_width,
         V_CHUNKS=v_chunks,
         BLOCK_M=launch.block_m,

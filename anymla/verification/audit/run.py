@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from anymla.hardware.arches import ARCHES
-from anymla.hardware.launch import LAUNCH, Launch, attend_shared_bytes, launch_rows
+from anymla.hardware.launch import LAUNCH, Launch, launch_rows
+from anymla.hardware.tiles import attend_shared_bytes
 from anymla.verification.audit.calls import calls
 from anymla.verification.audit.capture import Specialisation, capturing
 from anymla.verification.audit.figures import Figures, compiled
