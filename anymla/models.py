@@ -228,6 +228,18 @@ MODELS: Mapping[str, Model] = {
         sinks=True,
         source=_TRANSFORMERS.format("DeepseekV4Config (head_dim 512)"),
     ),
+    "mistral-large-4": Model(
+        num_heads=64,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        index_topk=2048,
+        index_heads=32,
+        index_head_dim=128,
+        source=_TRANSFORMERS.format("MistralLarge4TextConfig (layers without RoPE: 128 and 0)"),
+    ),
     "kimi-k2": Model(
         num_heads=64,
         q_lora_rank=1536,

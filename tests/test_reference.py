@@ -649,14 +649,15 @@ class TestWriteCache:
         kv_c[3, :4] = torch.tensor([NAN, INF, -INF, -0.0])
         return kv_c, torch.randn(20, cache.qk_rope_head_dim, generator=rand)
 
+    @pytest.mark.parametrize("power_of_two", [False, True], ids=["exact", "power of two"])
     @pytest.mark.parametrize("kv_format", KV_FORMATS)
-    def test_it_is_what_a_cache_gives_back(self, kv_format):
+    def test_it_is_what_a_cache_gives_back(self, kv_format, power_of_two):
         cache = self.cache(kv_format)
         kv_c, k_pe = self.values(cache)
         slots = torch.randperm(128, generator=draw(1))[:20]
         slots[[2, 11]] = -1
-        expected = reference.write_cache(kv_c, k_pe, cache, slots)
-        cache.write(kv_c, k_pe, slots)
+        expected = reference.write_cache(kv_c, k_pe, cache, slots, power_of_two=power_of_two)
+        cache.write(kv_c, k_pe, slots, power_of_two=power_of_two)
         kept = slots != -1
         got = torch.full_like(expected, NAN)
         got[kept] = cache.read(slots[kept], dtype=torch.float64)

@@ -195,6 +195,23 @@ HEAD_TABLE = [
 ]
 
 
+@pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch not in ("cpu", "gfx1250")])
+@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.index_topk])
+def test_every_part_of_a_sparse_step_is_served_on_every_gpu(name: str, arch: str) -> None:
+    model, machine = MODELS[name], machine_named(arch)
+    fnuz, has_fp8 = machine.fp8_flavour == "e4m3fnuz", arch not in ("sm80", "sm86")
+    keys = ("index_k_fnuz" if fnuz else "index_k") if has_fp8 else "bf16"
+    tiled = ("fp8_ds_mla_fnuz" if fnuz else "fp8_ds_mla") if has_fp8 else "bf16"
+    for q_dtype in ("bf16", f"fp8_{machine.fp8_flavour}"):
+        problem = model.problem("index_topk", q_dtype=q_dtype, kv_format=keys, q_len=4)
+        assert verdict_of("triton", problem, machine).accepted
+    index_keys = replace(model.problem("index_topk", kv_format=keys), op="write_cache", num_heads=1, topk=0)
+    assert verdict_of("triton", index_keys, machine).accepted
+    for kv_format in ("bf16", tiled):
+        sparse = model.problem("sparse_decode", kv_format=kv_format, sinks=True, lse=True)
+        assert verdict_of("triton", sparse, machine).accepted
+
+
 @pytest.mark.parametrize(("total", "tp", "local", "lanes"), HEAD_TABLE)
 def test_local_heads_are_padded_to_what_aiter_has(total: int, tp: int, local: int, lanes: int) -> None:
     model = next(model for model in MODELS.values() if model.num_heads == total)

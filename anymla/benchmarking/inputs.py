@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla import fp8
 from anymla.benchmarking.workloads import DTYPES, Workload
 from anymla.indices import quantise_queries, to_slots
 from anymla.kv_cache import KV_FORMATS, KVCache
@@ -156,7 +155,7 @@ class _Maker:
         cache, table = self._cache(work.lens, 1)
         q = self.draw.normal(work.num_tokens, p.num_heads, p.kv_lora_rank)
         weights = self.draw.normal(work.num_tokens, p.num_heads)
-        if DTYPES[p.q_dtype] in fp8.FLAVOURS:
+        if p.q_dtype.startswith("fp8"):
             q, weights = quantise_queries(q, weights, kv_format=p.q_dtype)
         options = {
             "block_table": table,
