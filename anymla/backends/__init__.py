@@ -24,7 +24,8 @@ class Backend:
         packages: Packages that it imports beyond the base dependencies.
         evidence: How much is known of it on these chips: declared (its rules were read somewhere), contract
             double (run against a double that fails as the real library does), compiled (for the chip, on
-            another machine) or verified (run there, against the reference).
+            another machine), emulated (compiled, and executed on an emulator of the chip's instructions) or
+            verified (run there, against the reference).
         source: What the rules were read from.
         manifest: Path of the module that knows which kernels exist; its `weigh` is asked about each call that
             the rules let pass. "" where the rules say all.
@@ -138,9 +139,16 @@ _TRITON = Backend(
     evidence="verified",
     source="masked tiles, so heads and widths need no padding",
 )
+_TRITON_EMULATED = replace(
+    _TRITON,
+    arch=one_of("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201"),
+    evidence="emulated",
+    source="the same kernels, compiled for the chip in every launch row (docs/audit.md) and executed on an "
+    "emulator (docs/emulator.md), not on hardware",
+)
 _TRITON_COMPILED = replace(
     _TRITON,
-    arch=one_of("gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1201", "sm80", "sm86", "sm89", "sm100", "sm120"),
+    arch=one_of("sm80", "sm86", "sm89", "sm100", "sm120"),
     evidence="compiled",
     source="the same kernels, compiled for the chip in every launch row (docs/audit.md), not run there",
 )
@@ -170,6 +178,7 @@ _TRITON_INDEX_WRITE = replace(
     op=one_of("write_cache"),
     kv_format=one_of("index_k", "index_k_fnuz"),
     qk_rope_head_dim=one_of(0),
+    evidence="compiled",
 )
 
 _CPU = Backend(
@@ -204,13 +213,13 @@ BACKENDS: tuple[Backend, ...] = (
     _AITER_INDEX,
     replace(_AITER_INDEX, arch=one_of("gfx950"), kv_format=one_of("index_k")),
     _TRITON,
+    _TRITON_EMULATED,
     _TRITON_COMPILED,
     _TRITON_PLANNED,
-    _TRITON_INDEX,
-    _TRITON_INDEX_WRITE,
     *(
-        replace(row, arch=_TRITON_COMPILED.arch, evidence="compiled")
+        replace(row, arch=chips.arch)
         for row in (_TRITON_INDEX, _TRITON_INDEX_WRITE)
+        for chips in (_TRITON, _TRITON_EMULATED, _TRITON_COMPILED)
     ),
     _CPU,
     replace(

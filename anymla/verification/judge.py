@@ -169,8 +169,8 @@ def judge_topk(got: Tensor, chosen: Tensor, logits: Sequence[Tensor], eager: Seq
     """Judge the tokens that an indexer chose.
 
     Their order is left open. Where fp32 gives every logit exactly, the set must be that of the reference,
-    with its ties. Elsewhere the logits of what was chosen instead must be within the budget of those left out,
-    the largest beside the largest, so that only near ties may change places.
+    with its ties. Elsewhere the logits of what was chosen instead must be within the budget of those left
+    out, the largest beside the largest, so that only near ties may change places.
 
     Args:
         got: [T, K] int32 token ids, -1 after the last.

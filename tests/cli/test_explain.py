@@ -130,7 +130,7 @@ def test_evidence_says_where_a_backend_ran_and_where_it_was_only_compiled() -> N
         "--model", "deepseek-v3", "--machine", "gfx942", "--machine", "sm90", "--machine", "gfx1250"
     )
     evidence = [verdict(one, "triton")["evidence"] for one in found["machines"]]
-    assert evidence == ["compiled", "verified", "declared"]
+    assert evidence == ["emulated", "verified", "declared"]
 
 
 GOLDEN = """\
