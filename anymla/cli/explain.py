@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 NOT_RUN = {
     "compiled": "compiled for {}, not run there",
-    "emulated": "compiled for {} and executed on an emulator of its instructions, not on hardware",
+    "emulated": "executed on an emulator of {}, not on hardware",
     "contract double": "run against a double of its library for {}, not run there",
 }
 """How what is known of a backend reads where it has not run."""

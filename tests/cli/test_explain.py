@@ -151,7 +151,7 @@ on gfx942 (MI300X), assumed with the newest release of every package
  cpu       refuses   12                     · arch got gfx942; needs cpu
                                             → would pass on cpu
 
-choice: triton (compiled for gfx942, not run there; 32 rows × 16 keys, 4 warps, 2 stages)
+choice: triton (executed on an emulator of gfx942, not on hardware; 32 rows × 16 keys, 4 warps, 2 stages)
 """
 
 
