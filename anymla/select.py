@@ -153,8 +153,8 @@ def _verdict(name: str, problem: Problem, machine: Machine, tp_heads: TPHeads) -
     rows = [row for row in BACKENDS if row.name == name]
     row = min(rows, key=lambda row: _remoteness(row, problem, machine))
     reasons = _reasons(row, problem, machine)
-    weighed = _weighed(row, problem, machine)
-    quirks = _quirks(row, problem, machine) + weighed.quirks
+    said = weighed(row, problem, machine)
+    quirks = _quirks(row, problem, machine) + said.quirks
     heads = problem.num_heads
     padding = (heads, row.num_heads.padded(heads)) if row.num_heads.accepts(heads) else None
     return Verdict(
@@ -163,7 +163,7 @@ def _verdict(name: str, problem: Problem, machine: Machine, tp_heads: TPHeads) -
         reasons=reasons,
         quirks=quirks,
         knobs={quirk.knob: quirk.setting(problem) for quirk in quirks if quirk.knob},
-        padding=(heads, weighed.lanes) if weighed.lanes else padding,
+        padding=(heads, said.lanes) if said.lanes else padding,
         nearest=_nearest(row, problem, machine, tp_heads) if reasons else "",
     )
 
@@ -204,15 +204,15 @@ def _reasons(row: Backend, problem: Problem, machine: Machine) -> tuple[str, ...
         for name, value, rule in _refused(row, problem, machine)
     ]
     reasons += [quirk.refuse for quirk in _refusing(row, problem, machine)]
-    return (*reasons, *_weighed(row, problem, machine).reasons)
+    return (*reasons, *weighed(row, problem, machine).reasons)
 
 
-def _weighed(row: Backend, problem: Problem, machine: Machine) -> Weighed:
+def weighed(row: Backend, problem: Problem, machine: Machine) -> Weighed:
     """What the manifest of a row says of a call that its rules let pass; nothing where it has none."""
     if not row.manifest or _missing(row, machine) or _refused(row, problem, machine):
         return Weighed(())
-    weighed: Weighed = import_module(row.manifest).weigh(problem, machine)
-    return weighed
+    said: Weighed = import_module(row.manifest).weigh(problem, machine)
+    return said
 
 
 def _remoteness(row: Backend, problem: Problem, machine: Machine) -> tuple[bool, bool, int, float, int]:
@@ -222,7 +222,7 @@ def _remoteness(row: Backend, problem: Problem, machine: Machine) -> tuple[bool,
     heads = row.num_heads.padded(problem.num_heads) if row.num_heads.accepts(problem.num_heads) else 0
     wrong_op, wrong_arch = not row.op.accepts(problem.op), not row.arch.accepts(machine.arch)
     # What a manifest says is one objection, however many words it takes.
-    words = len(_weighed(row, problem, machine).reasons)
+    words = len(weighed(row, problem, machine).reasons)
     objections = len(_reasons(row, problem, machine)) - max(words - 1, 0)
     return wrong_op, wrong_arch, objections, change, heads
 
@@ -279,7 +279,7 @@ def _refusing(row: Backend, problem: Problem, machine: Machine) -> list[Quirk]:
 
 
 def _unlisted(row: Backend, problem: Problem, machine: Machine) -> tuple[str, ...]:
-    return _weighed(row, problem, machine).reasons
+    return weighed(row, problem, machine).reasons
 
 
 def _changed(problem: Problem, change: Mapping[str, Any]) -> Problem:

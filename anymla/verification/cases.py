@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from anymla import select
 from anymla.backends import BACKENDS, Backend
 from anymla.hardware.probe import Machine
 from anymla.hardware.quirks import QUIRKS
@@ -200,11 +201,12 @@ def cases(backend: str, machine: Machine, *, quick: bool = False) -> tuple[Case,
 
 
 def offered(problem: Problem, backend: str, machine: Machine) -> bool:
-    """Whether a row of the backend offers a problem on this machine, and no quirk refuses it."""
+    """Whether a row of the backend offers a problem on this machine; no quirk and no manifest objects."""
     rows = [row for row in BACKENDS if row.name == backend and row.built and row.arch.accepts(machine.arch)]
     packages = dict(machine.packages)
     quirks = [q for q in QUIRKS if q.refuse and q.applies(problem, backend, machine.arch, packages)]
-    return not quirks and any(_accepts(row, problem) for row in rows)
+    able = [row for row in rows if _accepts(row, problem)]
+    return not quirks and any(not select.weighed(row, problem, machine).reasons for row in able)
 
 
 def _accepts(row: Backend, problem: Problem) -> bool:
@@ -238,7 +240,9 @@ def _drawn(row: Backend, op: str, count: int) -> Iterator[Case]:
     wide = "index_widths" if op == "index_topk" else "widths"
     plain = ("kv_format", "num_heads", "block_size", "q_len", "topk", "features")
     decks = {axis: offers(axis) for axis in plain}
-    decks["q_dtype"] = _Deck(rng, [name for name in INDEX_DTYPES if row.q_dtype.accepts(name)])
+    # A call of attention takes no queries in fp8, whatever a kernel may round them to.
+    names = [name for name in INDEX_DTYPES if op == "index_topk" or not name.startswith("fp8")]
+    decks["q_dtype"] = _Deck(rng, [name for name in names if row.q_dtype.accepts(name)])
     decks["widths"] = offers(wide, "kv_lora_rank", "qk_rope_head_dim")
     decks["decompressed"] = offers("decompressed", "qk_nope_head_dim", "v_head_dim")
     for seed in range(count):
@@ -366,7 +370,8 @@ def _refused(case: Case) -> Case:
 
 def _beyond(able: Iterable[Backend], backend: str, machine: Machine) -> Iterator[Case]:
     """Problems that a row would take but for one fact, and that no row takes."""
-    for row in able:
+    rows = tuple(able)
+    for row in rows:
         for op in OPS:
             base = next((c.problem for c in _drawn(row, op, 1)), None) if row.op.accepts(op) else None
             for fact, values in BEYOND.items() if base is not None else ():
@@ -374,7 +379,9 @@ def _beyond(able: Iterable[Backend], backend: str, machine: Machine) -> Iterator
                     assert base is not None
                     problem = replace(base, **{fact: value})
                     if not getattr(row, fact).accepts(value) and not offered(problem, backend, machine):
-                        yield Case("refusal", problem, fact=fact)
+                        # What another row would take is refused for more than this fact.
+                        elsewhere = any(_accepts(one, problem) for one in rows)
+                        yield Case("refusal", problem, fact="row" if elsewhere else fact)
 
 
 def _fits(case: Case) -> bool:
