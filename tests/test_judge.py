@@ -251,6 +251,10 @@ class TestTopK:
     def test_their_order_is_left_open(self):
         assert self.judged([3, 1, 2]).share == 0
 
+    def test_rows_without_one_finite_logit_have_an_order_left_open_too(self):
+        nothing = torch.full((2,), math.nan)
+        assert judge_topk(ids([1, 0]), ids([0, 1]), [nothing.double()], [nothing]).share == 0
+
     def test_of_exact_ties_the_later_token_is_wrong(self):
         found = judge_topk(ids([2]), ids([1]), self.logits, [logit.float() for logit in self.logits])
         assert found.reasons == ("indices[0] got 2; needs 1; [2]",)

@@ -189,9 +189,9 @@ def judge_topk(got: Tensor, chosen: Tensor, logits: Sequence[Tensor], eager: Seq
         return Judgement(0.0, "indices")
     flat = torch.cat([x[x.isfinite()] for x in logits]) if logits else torch.zeros(0, dtype=FP64)
     noise = [
-        (e.to(FP64) - x)[x.isfinite()].abs().max() for e, x in zip(eager, logits, strict=True) if x.numel()
+        (e.to(FP64) - x)[x.isfinite()].abs() for e, x in zip(eager, logits, strict=True) if x.isfinite().any()
     ]
-    rounding = float(max(noise, default=torch.tensor(0.0)))
+    rounding = float(torch.cat(noise).max()) if noise else 0.0
     budget = (
         2 * rounding + 2 * torch.finfo(torch.float32).eps * float(flat.abs().max()) if flat.numel() else 0.0
     )
