@@ -9,6 +9,7 @@ pytest.importorskip("transformers")
 
 import transformers
 from hosting import (
+    PROMPTS,
     SPARSE,
     build,
     eager,
@@ -20,7 +21,9 @@ from hosting import (
     real_logits,
     state,
 )
+from torch.overrides import TorchFunctionMode
 
+import anymla
 from anymla.errors import InvalidInput
 from anymla.integrations import presets
 from anymla.integrations.transformers import attach
@@ -155,6 +158,49 @@ class TestEveryWayOfGenerating:
             cache.crop(-6)
             again = model(input_ids=more, attention_mask=mask, **given(cache)).logits
         assert torch.equal(first, again)
+
+
+class Indexers(TorchFunctionMode):
+    """Notes what each indexer of a forward pass multiplies and what it chooses."""
+
+    def __init__(self):
+        self.queries, self.keys, self.weights, self.chosen = [], [], [], []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.matmul and args[0].dim() == 4 and args[1].dim() == 4:
+            if args[1].shape[1] == 1 < args[0].shape[1]:
+                self.queries.append(args[0])
+                self.keys.append(args[1].transpose(-1, -2)[:, 0])
+            elif args[0].shape[-2] == 1:
+                self.weights.append(args[0][:, :, 0])
+        result = function(*args, **(kwargs or {}))
+        # A router chooses among experts, an indexer among as many tokens as ask.
+        if function is torch.Tensor.topk and args[0].dim() == 3 and args[0].shape[1] == args[0].shape[2]:
+            self.chosen.append(result.indices)
+        return result
+
+
+@pytest.mark.parametrize("name", ["tiny-deepseek-v32", "tiny-glm-5", "tiny-hy-v4", "tiny-axk2"])
+def test_our_indexer_chooses_the_tokens_that_the_one_of_the_model_does(name):
+    model, ids = eager(build(name)), padded(PROMPTS[0])["input_ids"]
+    with torch.no_grad(), Indexers() as noted:
+        model(input_ids=ids, use_cache=False)
+    assert len(noted.chosen) == len(noted.queries) == len(noted.weights) > 0
+    tokens, topk = ids.shape[1], model.config.index_topk
+    table = torch.arange(-(-tokens // 4), dtype=torch.int32).flip(0)[None]
+    span, lens = torch.tensor([0, tokens], dtype=torch.int32), torch.tensor([tokens], dtype=torch.int32)
+    steps = zip(noted.queries, noted.keys, noted.weights, noted.chosen, strict=True)
+    for queries, keys, weights, chosen in steps:
+        width = keys.shape[2]
+        cache = anymla.KVCache.allocate(
+            table.shape[1], 4, kv_lora_rank=width, qk_rope_head_dim=0, kv_format="fp32"
+        )
+        slots = anymla.to_slots(torch.arange(tokens, dtype=torch.int32)[None], table, None, 4)[0].long()
+        anymla.write_cache(keys[0], keys[0, :, :0], cache, slots)
+        step = {"block_table": table, "seq_lens": lens, "qo_indptr": span, "topk": topk}
+        got = anymla.index_topk(queries[0].contiguous(), weights[0].contiguous(), cache, **step)
+        for row, (ours, theirs) in enumerate(zip(got.tolist(), chosen[0].tolist(), strict=True)):
+            assert {t for t in ours if t >= 0} == {t for t in theirs if t <= row}
 
 
 @pytest.mark.parametrize("threshold", [1, None], ids=["decompressed-prompt", "absorbed-prompt"])

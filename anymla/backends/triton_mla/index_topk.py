@@ -22,6 +22,8 @@ from anymla.problem import Problem
 
 LOGITS_BYTES = 256 << 20
 """Logits that exist at a time, unless one tile of rows has more."""
+MOST_TILES = 65535
+"""Tiles of rows of a launch, whose grid takes no more in its second axis."""
 SPAN_BLOCKS = 16
 """Blocks of keys of a program: enough to hide the start of its pipeline, few enough to fill a chip."""
 
@@ -79,7 +81,7 @@ def plan_index_topk(batch: Batch, problem: Problem, machine: Machine, knobs: Map
     choice = next((row for row in able if row.block_n >= batch.max_seq_len), able[-1])
     width = -(-max(batch.max_seq_len, 1) // 16) * 16
     at_once = max(1, LOGITS_BYTES // (4 * width) // tokens) * tokens
-    at_once = min(at_once, max(batch.num_tokens, 1))
+    at_once = min(at_once, max(batch.num_tokens, 1), MOST_TILES * tokens)
     sequences, visible = _rows(batch)
     ids = []
     pieces = -(-batch.max_seq_len // choice.block_n)

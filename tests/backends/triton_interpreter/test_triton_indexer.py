@@ -142,3 +142,9 @@ class TestChoice:
         out, state = self.chosen(logits, 4096, 16384, monkeypatch)
         assert len(state.ids) >= 2
         assert torch.equal(out[0].long(), logits[0].topk(4096).indices.sort().values)
+
+
+def test_sequences_without_tokens_choose_nothing():
+    call = index_inputs(4, 64, (0, 0), None, 3)
+    assert bool((run_index(call) == -1).all())
+    assert run_index(index_inputs(4, 64, (), None, 3)).shape == (0, 3)
