@@ -126,12 +126,14 @@ def product_rate(device: torch.device, dtype: torch.dtype = torch.float32, repea
     size = PRODUCT_SIZE[device.type]
     # Random: a GPU multiplies ones faster, for it draws less power.
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    if dtype.itemsize > 1:
-        out = torch.empty_like(a)
-        product: Callable[[], object] = lambda: torch.mm(a, b, out=out)  # noqa: E731
-    else:
-        one = torch.ones((), device=device)
-        product = lambda: torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16)  # noqa: E731
+    out = torch.empty_like(a, dtype=dtype if dtype.itemsize > 1 else torch.bfloat16)
+    one = torch.ones((), device=device)
+
+    def product() -> object:
+        if dtype.itemsize > 1:
+            return torch.mm(a, b, out=out)
+        return torch._scaled_mm(a, b.t(), one, one, out_dtype=out.dtype, use_fast_accum=True)
+
     timing = time_in_turns({"mm": product}, device, repeats=repeats)["mm"]
     return 2 * size**3 / min(timing.seconds)
 
