@@ -5,6 +5,25 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class Peaks:
+    """What a vendor says that a part does at most; nothing here was measured.
+
+    Attributes:
+        part: The product that the figures are of.
+        bandwidth: Bytes a second of its memory.
+        rate: Multiplications and additions a second of dense bf16 and fp16 products with fp32 sums.
+        fp8_rate: The same of fp8, 0 where matrix units do not multiply it.
+        source: Where the vendor says so.
+    """
+
+    part: str
+    bandwidth: float
+    rate: float
+    fp8_rate: float
+    source: str
+
+
+@dataclass(frozen=True)
 class Arch:
     """The facts of a chip family that kernels and selection depend on.
 
@@ -23,7 +42,8 @@ class Arch:
         tensor_columns: Columns of tensor memory of a multiprocessor.
         fp8_flavour: What a bare "fp8" means there: "e4m3fn" or "e4m3fnuz".
         has_fp8: Whether its matrix units multiply that flavour.
-        source: Where the numbers are from.
+        peaks: What the vendor says that it does at most; None where it has said nothing.
+        source: Where the numbers are from, but for the peaks.
     """
 
     vendor: str
@@ -41,9 +61,11 @@ class Arch:
     unit_shared_bytes: int = 0
     reserved_shared_bytes: int = 0
     tensor_columns: int = 0
+    peaks: Peaks | None = None
 
 
 KIB = 1024
+GIGA, TERA = 1e9, 1e12
 _ROCM = "ROCm documentation, AMD GPU specifications (rocm.docs.amd.com/en/latest/reference/gpu-specs.html)"
 _CUDA = "CUDA C++ Programming Guide, Technical Specifications per Compute Capability; data sheet of the part"
 
@@ -71,6 +93,13 @@ ARCHES: Mapping[str, Arch] = {
         registers=512,
         register_granule=8,
         unit_shared_bytes=64 * KIB,
+        peaks=Peaks(
+            "one GCD of an MI250X",
+            1638.4 * GIGA,
+            191.5 * TERA,
+            0,
+            "AMD Instinct MI250X data sheet, halved: a GCD is one of two dies",
+        ),
     ),
     "gfx942": Arch(
         vendor="amd",
@@ -85,6 +114,7 @@ ARCHES: Mapping[str, Arch] = {
         registers=512,
         register_granule=8,
         unit_shared_bytes=64 * KIB,
+        peaks=Peaks("MI300X", 5300 * GIGA, 1307.4 * TERA, 2614.9 * TERA, "AMD Instinct MI300X data sheet"),
     ),
     "gfx950": Arch(
         vendor="amd",
@@ -99,6 +129,7 @@ ARCHES: Mapping[str, Arch] = {
         registers=512,
         register_granule=8,
         unit_shared_bytes=160 * KIB,
+        peaks=Peaks("MI355X", 8000 * GIGA, 2516.6 * TERA, 5033.2 * TERA, "AMD Instinct MI355X data sheet"),
     ),
     "gfx1100": Arch(
         vendor="amd",
@@ -113,6 +144,7 @@ ARCHES: Mapping[str, Arch] = {
         registers=1536,
         register_granule=24,
         unit_shared_bytes=128 * KIB,
+        peaks=Peaks("RX 7900 XTX", 960 * GIGA, 122.8 * TERA, 0, "AMD Radeon RX 7900 XTX product page"),
     ),
     "gfx1201": Arch(
         vendor="amd",
@@ -127,6 +159,7 @@ ARCHES: Mapping[str, Arch] = {
         registers=1536,
         register_granule=24,
         unit_shared_bytes=128 * KIB,
+        peaks=Peaks("RX 9070 XT", 640 * GIGA, 195 * TERA, 389 * TERA, "AMD Radeon RX 9070 XT product page"),
     ),
     "gfx1250": Arch(
         vendor="amd",
@@ -152,6 +185,7 @@ ARCHES: Mapping[str, Arch] = {
         register_granule=8,
         unit_shared_bytes=164 * KIB,
         reserved_shared_bytes=KIB,
+        peaks=Peaks("A100 SXM of 80 GB", 2039 * GIGA, 312 * TERA, 0, "NVIDIA A100 data sheet"),
     ),
     "sm86": Arch(
         vendor="nvidia",
@@ -167,6 +201,7 @@ ARCHES: Mapping[str, Arch] = {
         register_granule=8,
         unit_shared_bytes=100 * KIB,
         reserved_shared_bytes=KIB,
+        peaks=Peaks("RTX 3090", 936 * GIGA, 71 * TERA, 0, "NVIDIA Ampere GA102 architecture whitepaper"),
     ),
     "sm89": Arch(
         vendor="nvidia",
@@ -182,6 +217,9 @@ ARCHES: Mapping[str, Arch] = {
         register_granule=8,
         unit_shared_bytes=100 * KIB,
         reserved_shared_bytes=KIB,
+        peaks=Peaks(
+            "L40S", 864 * GIGA, 362.05 * TERA, 733 * TERA, "NVIDIA L40S data sheet, without sparsity"
+        ),
     ),
     "sm90": Arch(
         vendor="nvidia",
@@ -197,6 +235,9 @@ ARCHES: Mapping[str, Arch] = {
         register_granule=8,
         unit_shared_bytes=228 * KIB,
         reserved_shared_bytes=KIB,
+        peaks=Peaks(
+            "H200", 4800 * GIGA, 989.5 * TERA, 1979 * TERA, "NVIDIA H200 data sheet, without sparsity"
+        ),
     ),
     "sm100": Arch(
         vendor="nvidia",
@@ -213,6 +254,13 @@ ARCHES: Mapping[str, Arch] = {
         unit_shared_bytes=228 * KIB,
         reserved_shared_bytes=KIB,
         tensor_columns=512,
+        peaks=Peaks(
+            "B200",
+            8000 * GIGA,
+            2250 * TERA,
+            4500 * TERA,
+            "NVIDIA DGX B200 data sheet by eight, without sparsity",
+        ),
     ),
     "sm120": Arch(
         vendor="nvidia",
@@ -228,5 +276,12 @@ ARCHES: Mapping[str, Arch] = {
         register_granule=8,
         unit_shared_bytes=100 * KIB,
         reserved_shared_bytes=KIB,
+        peaks=Peaks(
+            "RTX 5090",
+            1792 * GIGA,
+            209.5 * TERA,
+            419 * TERA,
+            "NVIDIA RTX Blackwell GPU architecture whitepaper, fp32 sums, without sparsity",
+        ),
     ),
 }
