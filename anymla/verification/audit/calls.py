@@ -44,6 +44,8 @@ class Call:
         context: Cached tokens of a prefill, a sequence.
         counted: Whether a sparse decode has counts.
         aligned: Whether the block table's rows start at multiples of 16 elements.
+        num_seqs: Sequences; for write_cache tokens.
+        seq_len: Tokens of a sequence in the cache, of a decode.
     """
 
     problem: Problem
@@ -51,6 +53,8 @@ class Call:
     context: int = 0
     counted: bool = True
     aligned: bool = True
+    num_seqs: int = NUM_SEQS
+    seq_len: int = SEQ_LEN
 
     def __str__(self) -> str:
         p = self.problem
@@ -75,23 +79,23 @@ class Call:
 
     def _decode(self, machine: Machine) -> None:
         p = self.problem
-        tokens = NUM_SEQS * p.q_len
-        plan = triton_mla.plan_decode(self._batch(SEQ_LEN, cached=True), p, machine, {})
+        tokens = self.num_seqs * p.q_len
+        plan = triton_mla.plan_decode(self._batch(self.seq_len, cached=True), p, machine, {})
         ql_nope, q_pe = self._queries(tokens)
         triton_mla.decode(DecodeArgs(ql_nope, q_pe, self._cache(), *self._rest(tokens)), plan)
 
     def _sparse(self, machine: Machine) -> None:
         p = self.problem
-        plan = triton_mla.plan_sparse_decode(NUM_SEQS, torch.device("cpu"), p, machine, {})
-        indices = torch.empty(NUM_SEQS, p.topk, dtype=torch.int32)
-        counts = torch.empty(NUM_SEQS, dtype=torch.int32) if self.counted else None
-        ql_nope, q_pe = self._queries(NUM_SEQS)
-        args = SparseArgs(ql_nope, q_pe, self._cache(), indices, counts, *self._rest(NUM_SEQS))
+        plan = triton_mla.plan_sparse_decode(self.num_seqs, torch.device("cpu"), p, machine, {})
+        indices = torch.empty(self.num_seqs, p.topk, dtype=torch.int32)
+        counts = torch.empty(self.num_seqs, dtype=torch.int32) if self.counted else None
+        ql_nope, q_pe = self._queries(self.num_seqs)
+        args = SparseArgs(ql_nope, q_pe, self._cache(), indices, counts, *self._rest(self.num_seqs))
         triton_mla.sparse_decode(args, plan)
 
     def _prefill(self, machine: Machine) -> None:
         p = self.problem
-        tokens, dtype = NUM_SEQS * p.q_len, DTYPES[p.q_dtype]
+        tokens, dtype = self.num_seqs * p.q_len, DTYPES[p.q_dtype]
         heads, rank, rope = p.num_heads, p.kv_lora_rank, p.qk_rope_head_dim
         batch = self._batch(self.context + p.q_len, cached=False)
         # Only the device knows the lengths: latents are then decompressed by our kernel, not by a library.
@@ -109,7 +113,7 @@ class Call:
         triton_mla.prefill(args, triton_mla.plan_prefill(batch, p, machine, {}))
 
     def _index(self, machine: Machine) -> None:
-        p, tokens = self.problem, NUM_SEQS * self.problem.q_len
+        p, tokens = self.problem, self.num_seqs * self.problem.q_len
         plan = triton_mla.plan_index_topk(self._batch(INDEX_LEN * p.topk, cached=True), p, machine, {})
         q = torch.empty(tokens, p.num_heads, p.kv_lora_rank).to(DTYPES[p.q_dtype])
         weights, indices = torch.empty(tokens, p.num_heads), torch.empty(tokens, p.topk, dtype=torch.int32)
@@ -117,18 +121,18 @@ class Call:
 
     def _write(self, machine: Machine) -> None:
         p, dtype = self.problem, DTYPES[self.problem.q_dtype]
-        kv_c = torch.empty(NUM_SEQS, p.kv_lora_rank, dtype=dtype)
-        k_pe = torch.empty(NUM_SEQS, p.qk_rope_head_dim, dtype=dtype)
-        slots = torch.empty(NUM_SEQS, dtype=torch.int64)
+        kv_c = torch.empty(self.num_seqs, p.kv_lora_rank, dtype=dtype)
+        k_pe = torch.empty(self.num_seqs, p.qk_rope_head_dim, dtype=dtype)
+        slots = torch.empty(self.num_seqs, dtype=torch.int64)
         triton_mla.write_cache(WriteArgs(kv_c, k_pe, self._cache(), slots))
 
     def _batch(self, seq_len: int, *, cached: bool) -> Batch:
         p = self.problem
         pages = -(-seq_len // p.block_size) if cached or self.context else 0
         return Batch.of(
-            seq_lens=torch.full((NUM_SEQS,), seq_len, dtype=torch.int32),
-            block_table=torch.zeros(NUM_SEQS, pages + (0 if self.aligned else 1), dtype=torch.int32),
-            qo_indptr=torch.arange(0, (NUM_SEQS + 1) * p.q_len, p.q_len, dtype=torch.int32),
+            seq_lens=torch.full((self.num_seqs,), seq_len, dtype=torch.int32),
+            block_table=torch.zeros(self.num_seqs, pages + (0 if self.aligned else 1), dtype=torch.int32),
+            qo_indptr=torch.arange(0, (self.num_seqs + 1) * p.q_len, p.q_len, dtype=torch.int32),
             block_size=p.block_size,
             causal=Feature.NON_CAUSAL not in p.features,
             new_tokens_are_cached=cached,

@@ -44,7 +44,12 @@ class Figures:
 
 
 def compiled(wanted: Specialisation, arch: str) -> Figures:
-    """Compile and read; the first AMD chip of a process must be its only one.
+    """Compile and read; as for `built`."""
+    return figures_of(built(wanted, arch), arch)
+
+
+def built(wanted: Specialisation, arch: str) -> Any:
+    """Compile; the first AMD chip of a process must be its only one.
 
     Triton 3.6.0 keeps its fp8 conversions of the first AMD chip for all later ones.
     """
@@ -54,7 +59,11 @@ def compiled(wanted: Specialisation, arch: str) -> Figures:
     source = function.ASTSource(
         function, dict(wanted.signature), dict(wanted.constants), dict(wanted.attributes)
     )
-    kernel = triton.compile(source, target=target_of(arch), options=dict(wanted.options))
+    return triton.compile(source, target=target_of(arch), options=dict(wanted.options))
+
+
+def figures_of(kernel: Any, arch: str) -> Figures:
+    """Read what a kernel that Triton compiled takes of a chip."""
     read = _of_amd if ARCHES[arch].vendor == "amd" else _of_nvidia
     found, shared, dots = read(kernel), kernel.metadata.shared, _dots(kernel.asm["ttgir"])
     return Figures(
