@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from anymla.cli import estimate
 from anymla.cli.explain import terminal
+from anymla.errors import InvalidInput
 
 if TYPE_CHECKING:
     from anymla.benchmarking.run import Record
@@ -35,6 +37,10 @@ def bench(
     kv: Annotated[str | None, typer.Option(help="Cache format.  [default: as --dtype]")] = None,
     block_size: Annotated[int, typer.Option(help="Tokens a page.")] = 64,
     topk: Annotated[int | None, typer.Option(help="Keys a query token.  [default: as the model]")] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(help="Estimate for this chip instead, which need not be here; nothing is timed."),
+    ] = None,
     device: Annotated[
         str | None,
         typer.Option(help="cpu or cuda.  [default: a GPU if there is one and the backend runs there]"),
@@ -62,8 +68,11 @@ def bench(
     """Time a backend on cases that it has just passed.
 
     Each case is verified against the fp64 definition, on the very tensors that are then timed; a case that
-    fails shows no time and makes the exit code 1.
+    fails shows no time and makes the exit code 1. With --machine nothing runs and nothing is timed: it prints
+    estimates of the kernels of the backend "triton", beside what others have published.
     """
+    if machine is not None and (suite is not None or tune):
+        raise InvalidInput("bench", [f"machine got {machine!r}; needs to be absent with --suite and --tune"])
     if suite is not None or tune:
         from anymla.benchmarking.commands import main
 
@@ -76,11 +85,12 @@ def bench(
 
     from anymla.benchmarking import run
     from anymla.benchmarking.workloads import workloads
-    from anymla.hardware.probe import this_machine
+    from anymla.hardware.probe import machine_named, this_machine
     from anymla.problem import canonical_name
 
-    place = torch.device(device or _device(backend))
-    flavour = this_machine(place).fp8_flavour
+    place = torch.device("cpu" if machine else device or _device(backend))
+    flavour = (machine_named(machine) if machine else this_machine(place)).fp8_flavour
+    on_cpu = place.type == "cpu" and not machine
     cases = workloads(
         model,
         tp=tp,
@@ -88,11 +98,18 @@ def bench(
         batches=batch or (1, 4),
         contexts=context or ((0,) if op == "prefill" else (1024, 4096)),
         q_len=q_len,
-        q_dtype=canonical_name(dtype or ("fp32" if place.type == "cpu" else "bf16")),
+        q_dtype=canonical_name(dtype or ("fp32" if on_cpu else "bf16")),
         kv_format=kv and canonical_name(kv, flavour),
         block_size=block_size,
         topk=topk,
     )
+    if machine is not None:
+        if record is not None:
+            raise InvalidInput(
+                "bench", [f"record got {record}; needs to be absent, an estimate is no record"]
+            )
+        estimate.tell(machine, list(cases), in_json=in_json)
+        return
     made = run.provenance(place)
     records = []
     for work in cases:
