@@ -136,7 +136,7 @@ class TestD5HeadCounts:
         require_right(call, run(call))
 
     @pytest.mark.parametrize(
-        ("heads", "padded"), [(1, 16), (4, 16), (12, 16), (20, 32), (24, 32), (48, 48), (96, 96), (128, 128)]
+        ("heads", "padded"), [(1, 8), (4, 8), (12, 16), (20, 32), (24, 32), (48, 48), (96, 96), (128, 128)]
     )
     def test_explain_says_what_a_backend_pads_to(self, heads, padded):
         problem = Problem("decode", "bf16", "bf16", heads, 512, 64, block_size=1)
