@@ -3,6 +3,7 @@
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from anymla.backends.aiter_mla import bindings
@@ -42,6 +43,16 @@ def call_of(aiter: Aiter, name: str) -> Call:
     if not isinstance(found, Binding):
         raise BackendError("; ".join(found))
     return Call(function, found)
+
+
+@lru_cache(maxsize=16)
+def import_failure(aiter: Aiter) -> str:
+    """Why the AITER that is installed cannot be called, found by importing it; "" where it can."""
+    try:
+        call_of(aiter, "mla_decode_fwd")
+    except BackendError as failure:
+        return str(failure)
+    return ""
 
 
 def _imported(aiter: Aiter, name: str) -> Callable[..., Any]:

@@ -3,12 +3,14 @@
 A call outside them would end the process, so planner, attention and reducer are looked up before any launch.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from anymla.backends.aiter_mla import bindings
+from anymla.backends.aiter_mla.calls import import_failure
 from anymla.backends.aiter_mla.facts import Dispatch, Kernel, mode
 from anymla.backends.aiter_mla.provider import Aiter, aiter_of
 from anymla.hardware.probe import NEWEST, Machine
@@ -46,8 +48,13 @@ def weigh(problem: Problem, machine: Machine) -> Weighed:
 
     A decode needs a kernel of one query token; one of several is used beside it where a batch fits it.
     """
-    route, reasons = route_of(problem, aiter_of(machine), 1)
-    return Weighed(reasons) if route is None else Weighed((), route.quirks, route.call.lanes)
+    aiter = aiter_of(machine)
+    route, reasons = route_of(problem, aiter, 1)
+    if route is None:
+        return Weighed(reasons)
+    # Importing it brings torch, which a process that only explains does without.
+    failure = import_failure(aiter) if aiter.installed and "torch" in sys.modules else ""
+    return Weighed((failure,)) if failure else Weighed((), route.quirks, route.call.lanes)
 
 
 def report(machine: Machine) -> dict[str, object]:

@@ -168,6 +168,24 @@ def test_a_release_before_kernel_tables_is_too_old(release: str) -> None:
     )
 
 
+def test_an_import_that_dies_is_a_reason_and_the_next_backend_takes_the_call(
+    installation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = installation()
+    monkeypatch.setattr(provider, "package_root", lambda: root)
+    machine = Machine("gfx942", (("aiter", "0.1.20.post1"), ("triton", "3.6.0")), multiprocessors=304)
+    problem = model_named("deepseek-v3").problem(tp=8)
+    with monkeypatch.context() as alive:
+        AiterDouble("0.1.20.post1", "gfx942").install(alive)
+        read(root), select.explain.cache_clear(), select.choose.cache_clear()
+        assert select.choose(problem, machine).backend.name == "aiter"
+    monkeypatch.setitem(sys.modules, "aiter", None)
+    read(root), select.explain.cache_clear(), select.choose.cache_clear()
+    choice = select.choose(problem, machine)
+    assert choice.backend.name == "triton"
+    assert "aiter 0.1.20.post1 cannot be imported: aiter.mla.mla_decode_fwd: " in str(choice)
+
+
 def test_an_import_that_dies_names_what_died(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiter", None)
     monkeypatch.delitem(sys.modules, "aiter.mla", raising=False)
