@@ -1,6 +1,7 @@
 """Calls: the functions of the AITER that is installed, imported when first planned with."""
 
 import importlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -53,6 +54,21 @@ def import_failure(aiter: Aiter) -> str:
     except BackendError as failure:
         return str(failure)
     return ""
+
+
+def import_apart(timeout_s: float = 300) -> str:
+    """Why AITER cannot be imported, tried in another process, which it may take down; "" where it can."""
+    import subprocess
+
+    command = [sys.executable, "-c", "import aiter.mla"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    except subprocess.TimeoutExpired:
+        return f"import aiter.mla took more than {timeout_s:.0f} s"
+    if done.returncode == 0:
+        return ""
+    said = done.stderr.strip().splitlines() or [f"python exited with {done.returncode}"]
+    return f"import aiter.mla: {said[-1]}"
 
 
 def _imported(aiter: Aiter, name: str) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from anymla.backends.aiter_mla import bindings
-from anymla.backends.aiter_mla.calls import import_failure
+from anymla.backends.aiter_mla.calls import import_apart, import_failure
 from anymla.backends.aiter_mla.facts import Dispatch, Kernel, mode
 from anymla.backends.aiter_mla.provider import Aiter, aiter_of
 from anymla.hardware.probe import NEWEST, Machine
@@ -66,6 +66,8 @@ def report(machine: Machine) -> dict[str, object]:
     """
     aiter = aiter_of(machine)
     missing = list(dict.fromkeys(aiter.refusals(tuple(bindings.FUNCTIONS))))
+    if aiter.installed and aiter.release:
+        missing += [failure] if (failure := import_apart()) else []
     counts = Counter(f"{k.q}/{k.kv} {mode(bool(k.persistent))}" for k in aiter.kernels if not k.prefill)
     quirks = {q: None for call in _every_call(aiter) for q in quirks_of(call, aiter)}
     return {

@@ -186,6 +186,19 @@ def test_an_import_that_dies_is_a_reason_and_the_next_backend_takes_the_call(
     assert "aiter 0.1.20.post1 cannot be imported: aiter.mla.mla_decode_fwd: " in str(choice)
 
 
+def test_a_report_tries_the_import_in_another_process(installation, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = installation()
+    monkeypatch.setattr(provider, "package_root", lambda: root)
+    machine = Machine("gfx942", (("aiter", "0.1.20.post1"),))
+    monkeypatch.setenv("PYTHONPATH", str(root))
+    read(root)
+    assert manifest.report(machine)["missing"] == []
+    (root / "aiter" / "__init__.py").write_text("import no_such_rocm\n")
+    assert manifest.report(machine)["missing"] == [
+        "import aiter.mla: ModuleNotFoundError: No module named 'no_such_rocm'"
+    ]
+
+
 def test_an_import_that_dies_names_what_died(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "aiter", None)
     monkeypatch.delitem(sys.modules, "aiter.mla", raising=False)
