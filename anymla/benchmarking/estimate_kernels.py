@@ -25,7 +25,7 @@ from anymla.kv_cache import KV_FORMATS
 from anymla.verification.amdgcn.conformance import BACKEND, LONGEST, MOST_ROWS, UNITS
 from anymla.verification.amdgcn.driver import CHIPS, emulated
 from anymla.verification.audit.calls import Call
-from anymla.verification.audit.capture import KERNELS, capturing
+from anymla.verification.audit.capture import KERNELS, Specialisation, capturing
 from anymla.verification.audit.figures import built, figures_of
 from anymla.verification.audit.run import in_short
 
@@ -87,7 +87,8 @@ def kinds(mnemonics: Mapping[str, int]) -> dict[str, int]:
     return found
 
 
-def _compiled(chip: str, work: Workload) -> list[dict[str, Any]]:
+def _wanted(chip: str, work: Workload) -> list[Specialisation]:
+    """What the chip would compile for a call, each once."""
     p = work.problem
     cached = work.batch * work.context
     num_bytes = cached * KV_FORMATS[p.kv_format].bytes_per_token(p.kv_lora_rank, p.qk_rope_head_dim)
@@ -100,16 +101,24 @@ def _compiled(chip: str, work: Workload) -> list[dict[str, Any]]:
     )
     with capturing(chip) as (machine, launches):
         call.run(machine)
+    return list({launch.key: launch for launch in launches}.values())
+
+
+def _row(chip: str, launch: Specialisation) -> str:
+    row = launch.row(chip)
+    return in_short(row) if row else ""
+
+
+def _compiled(chip: str, work: Workload) -> list[dict[str, Any]]:
     found = []
-    for launch in {launch.key: launch for launch in launches}.values():
+    for launch in _wanted(chip, work):
         kernel = built(launch, chip)
-        row = launch.row(chip)
         text = kernel.asm.get("amdgcn")
         mnemonics = None if text is None else Counter(re.findall(r"^\t([a-z]+_\w+)", text, re.M))
         found.append(
             {
                 "kernel": launch.kernel,
-                "row": in_short(row) if row else "",
+                "row": _row(chip, launch),
                 **asdict(figures_of(kernel, chip)),
                 "mix": None if mnemonics is None else kinds(mnemonics),
             }
@@ -119,16 +128,20 @@ def _compiled(chip: str, work: Workload) -> list[dict[str, Any]]:
 
 def small(work: Workload) -> Workload:
     """One sequence of the same problem that an emulator executes in seconds."""
-    p = work.problem
-    rows = max(1, min(p.q_len, MOST_ROWS // p.num_heads))
-    context = min(work.context, LONGEST) if p.op == "prefill" else LONGEST
-    p = replace(p, q_len=rows, topk=min(p.topk, MOST_KEYS))
+    p, context = work.problem, LONGEST
+    if p.op == "prefill":
+        # A tile is of one head; it is tokens that choose the launch row.
+        p, context = replace(p, num_heads=1), min(work.context, LONGEST)
+    q_len = max(1, min(p.q_len, MOST_ROWS // p.num_heads))
+    p = replace(p, q_len=q_len, topk=min(p.topk, MOST_KEYS))
     return replace(work, problem=p, batch=1, context=context)
 
 
 def _executed(chip: str, work: Workload) -> dict[str, Any]:
     torch.set_num_threads(1)
     call, counter = small(work), estimate_banks.Counter()
+    # Of few rows, a launch row may be another than that of the workload.
+    rows = {launch.kernel: _row(chip, launch) for launch in _wanted(chip, call)}
     with emulated(chip, units=UNITS, edit=counter.edit) as emulator:
         planned(drawn_inputs(call, torch.device("cpu")), call, BACKEND).run()
     mixes: dict[str, Counter[str]] = {}
@@ -137,12 +150,14 @@ def _executed(chip: str, work: Workload) -> dict[str, Any]:
         x, y, z = launched.grid
         waves[launched.kernel] += x * y * z * launched.num_warps
         mixes.setdefault(launched.kernel, Counter()).update(launched.executed)
-    tokens = f"1 sequence of {call.context} tokens, {call.problem.q_len} query tokens"
+    p = call.problem
+    tokens = f"1 sequence of {call.context} tokens, {p.num_heads} heads, {p.q_len} query tokens"
     return {
         "shape": f"{tokens}, {UNITS} compute units",
         "kernels": [
             {
-                "kernel": KERNELS.get(name, name),
+                "kernel": (kernel := KERNELS.get(name, name)),
+                "row": rows.get(kernel, ""),
                 "waves": waves[name],
                 "mix": kinds(mix),
                 "lds": _lds(counter.by_kernel.get(name, {}).items()),

@@ -55,26 +55,26 @@ PEERS: tuple[Published, ...] = (
         "ROCm/aiter#3890", Shape(1, 16, 16384, "bf16"),
     ),
     Published(
-        "AITER OPUS", "decode", "MI355X", "CDNA4, product not named", "3246 µs, 360 TFLOPS, 5.96 TB/s",
+        "AITER OPUS", "decode", "MI355X", "CDNA4 by its context", "3246 µs, 360 TFLOPS, 5.96 TB/s",
         "batch 128, 32 heads, 131072 tokens, bf16", "ROCm/aiter#5456", Shape(128, 32, 131072, "bf16"),
     ),
     Published(
-        "AITER OPUS", "decode", "MI355X", "CDNA4, product not named", "78.2 µs, 467 TFLOPS, 3.95 TB/s",
+        "AITER OPUS", "decode", "MI355X", "CDNA4 by its context", "78.2 µs, 467 TFLOPS, 3.95 TB/s",
         "batch 128, 32 heads, 4096 tokens, fp8", "ROCm/aiter#5456",
         Shape(128, 32, 4096, "fp8_e4m3fn", fp8_products=True),
     ),
     Published(
         "AITER assembly, HipKittens", "decode", "MI355X", "MI355X", "1422 and 1315 µs",
-        "batch 256, 128 heads, 23333 tokens, fp8", "ROCm/aiter#3072",
+        "batch 256, 128 heads, 23333 tokens, fp8 by its code path", "ROCm/aiter#3072",
         Shape(256, 128, 23333, "fp8_e4m3fn", fp8_products=True),
     ),
     Published(
         "AITER assembly, HipKittens", "decode", "MI355X", "MI355X", "29.8 and 26.9 µs",
-        "batch 1, 128 heads, 8192 tokens, fp8", "ROCm/aiter#3072",
+        "batch 1, 128 heads, 8192 tokens, fp8 by its code path", "ROCm/aiter#3072",
         Shape(1, 128, 8192, "fp8_e4m3fn", fp8_products=True),
     ),
     Published(
-        "AITER OPUS", "prefill", "MI355X", "CDNA4, product not named", "1376 TFLOPS",
+        "AITER OPUS", "prefill", "MI355X", "CDNA4 by its context", "1376 TFLOPS",
         "one sequence of 16384 tokens, 16 heads, 192/128 wide, bf16; attention alone", "ROCm/aiter#4205",
     ),
     Published(

@@ -9,7 +9,7 @@ import typer
 
 from anymla.cli import estimate
 from anymla.cli.explain import terminal
-from anymla.errors import InvalidInput
+from anymla.errors import Reasons
 
 if TYPE_CHECKING:
     from anymla.benchmarking.run import Record
@@ -71,8 +71,12 @@ def bench(
     fails shows no time and makes the exit code 1. With --machine nothing runs and nothing is timed: it prints
     estimates of the kernels of the backend "triton", beside what others have published.
     """
-    if machine is not None and (suite is not None or tune):
-        raise InvalidInput("bench", [f"machine got {machine!r}; needs to be absent with --suite and --tune"])
+    if machine is not None:
+        reasons = Reasons("bench")
+        for name, value in {"suite": suite, "tune": tune, "record": record, "device": device}.items():
+            reasons.need(not value, name, value, "to be absent with --machine, where nothing is timed")
+        reasons.need(backend in ("auto", "triton"), "backend", backend, "triton with --machine")
+        reasons.raise_if_any()
     if suite is not None or tune:
         from anymla.benchmarking.commands import main
 
@@ -104,10 +108,6 @@ def bench(
         topk=topk,
     )
     if machine is not None:
-        if record is not None:
-            raise InvalidInput(
-                "bench", [f"record got {record}; needs to be absent, an estimate is no record"]
-            )
         estimate.tell(machine, list(cases), in_json=in_json)
         return
     made = run.provenance(place)

@@ -17,14 +17,17 @@ if TYPE_CHECKING:
 
 def tell(machine: str, works: "Sequence[Workload]", *, in_json: bool) -> None:
     """Print the estimates of workloads of one problem; as JSON one a line."""
+    from rich.console import Console
+
     from anymla.benchmarking.estimate import estimates
 
-    found = [made.to_dict() for made in estimates(machine, works)]
     if in_json:
-        for facts in found:
-            typer.echo(json.dumps(facts))
+        for made in estimates(machine, works):
+            typer.echo(json.dumps(made.to_dict()))
         return
     console = terminal()
+    with Console(stderr=True).status(f"compiling for {machine}"):
+        found = [made.to_dict() for made in estimates(machine, works)]
     p, peaks = works[0].problem, found[0]["peaks"]
     console.print(
         f"[bold]Estimates, not measurements[/], for {machine}: {works[0].model} at tensor parallel size "
@@ -41,6 +44,8 @@ def tell(machine: str, works: "Sequence[Workload]", *, in_json: bool) -> None:
     executed = found[0]["estimate"]["executed"]
     if executed is None:
         console.print("Instructions by kind and LDS banks: only for chips of AMD that the emulator executes.")
+    elif not any(kernel["lds"] for kernel in executed["kernels"]):
+        console.print("LDS: no kernel uses it.")
     else:
         console.print(_banks(executed))
         console.print(
@@ -58,7 +63,7 @@ def _table(title: str, *headings: str, words: int = 1) -> "Table":
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
     for place, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if place < words else "right")
+        table.add_column(heading, justify="left" if place < words else "right", overflow="fold")
     return table
 
 
@@ -111,11 +116,13 @@ def _kernels(found: Sequence[dict[str, Any]]) -> "Table":
 
 def _banks(executed: dict[str, Any]) -> "Table":
     title = f"LDS passes for each that would do without conflicts (estimate; {executed['shape']})"
-    table = _table(title, "kernel", "instruction", "executed", "of 32 banks", "of 64 banks", words=2)
+    headings = ("kernel", "launch row", "instruction", "executed", "of 32 banks", "of 64 banks")
+    table = _table(title, *headings, words=3)
     for kernel in executed["kernels"]:
         for row in kernel["lds"]:
             ratios = [f"{row['passes'][banks] / max(row['least'][banks], 1):.1f}" for banks in ("32", "64")]
-            table.add_row(kernel["kernel"], row["instruction"], f"{row['executed']:,}", *ratios)
+            names = kernel["kernel"], kernel["row"], row["instruction"]
+            table.add_row(*names, f"{row['executed']:,}", *ratios)
     return table
 
 

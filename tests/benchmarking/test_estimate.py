@@ -122,7 +122,7 @@ def test_kernels_are_those_of_the_chip_as_compiled(estimated):
 def test_a_small_call_is_executed_and_its_accesses_of_lds_are_counted(estimated):
     executed = estimated["estimate"]["executed"]
     (attend,) = (row for row in executed["kernels"] if row["kernel"] == "attend")
-    assert attend["mix"]["matrix"] > 0 and "1 sequence" in executed["shape"]
+    assert attend["mix"]["matrix"] > 0 and attend["row"] and "1 sequence" in executed["shape"]
     for row in attend["lds"]:
         assert row["executed"] > 0
         for banks in map(str, BANKS):
@@ -130,7 +130,26 @@ def test_a_small_call_is_executed_and_its_accesses_of_lds_are_counted(estimated)
 
 
 def test_what_is_estimated_is_not_recorded_nor_a_suite(tmp_path):
-    for more in (("--record", str(tmp_path / "r")), ("--suite", "targets"), ("--tune",)):
-        result = bench("--machine", "gfx942", *more)
-        assert result.exit_code != 0 and isinstance(result.exception, InvalidInput | SystemExit)
+    more = ["--record", str(tmp_path / "r"), "--suite", "targets", "--tune", "--device", "cpu"]
+    refused = bench("--machine", "gfx942", *more, "--backend", "cpu")
+    assert refused.exit_code == 2
+    for name in ("record", "suite", "tune", "device", "backend"):
+        assert f"{name} got" in refused.output
     assert not list(tmp_path.iterdir())
+
+
+def test_every_table_for_people_says_what_is_estimated_and_what_published(estimated, monkeypatch):
+    made = {name: estimated["estimate"][name] for name in ("kernels", "executed")}
+    monkeypatch.setattr("anymla.benchmarking.estimate.read", lambda chip, works: [made for _ in works])
+    shown = bench("--machine", "gfx942", "--batch", "64", "--context", "4096")
+    assert shown.exit_code == 0, shown.output
+    words = " ".join(shown.output.split())
+    for part in (
+        "Estimates, not measurements",
+        "Published by its vendor, of MI300X",
+        "Roofline (estimate from published peaks)",
+        "Kernels as compiled (estimate)",
+        "without conflicts (estimate",
+        "Published by others, none of it measured here",
+    ):
+        assert part in words
