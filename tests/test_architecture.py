@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "hardware.tiles": {"hardware.arches", "hardware.launch"},
     "hardware.probe": {"errors", "hardware.arches"},
     "hardware.quirks": {"rules", "problem", "hardware.arches"},
+    "hardware.kernel_quirks": {"rules", "hardware.quirks"},
     "fp8": set(),
     "kv_formats": {"errors", "problem", "fp8"},
     "kv_cache": {"errors", "problem", "fp8", "kv_formats"},

@@ -13,8 +13,9 @@ from anymla.backends.aiter_mla import bindings
 from anymla.backends.aiter_mla.calls import import_apart, import_failure
 from anymla.backends.aiter_mla.facts import Dispatch, Kernel, mode
 from anymla.backends.aiter_mla.provider import Aiter, aiter_of
+from anymla.hardware.kernel_quirks import KERNEL_QUIRKS, KernelCall
 from anymla.hardware.probe import NEWEST, Machine
-from anymla.hardware.quirks import KERNEL_QUIRKS, KernelCall, Quirk, Weighed
+from anymla.hardware.quirks import Quirk, Weighed
 from anymla.problem import Feature, Problem
 
 LANES = tuple(range(8, 129, 8))

@@ -14,7 +14,8 @@ from anymla import select
 from anymla.backends.aiter_mla import manifest, operands
 from anymla.backends.aiter_mla.provider import recorded_aiter
 from anymla.contract import Batch
-from anymla.hardware.quirks import KERNEL_QUIRKS, Quirk
+from anymla.hardware.kernel_quirks import KERNEL_QUIRKS
+from anymla.hardware.quirks import Quirk
 from anymla.kv_cache import KVCache
 from anymla.plans import decode_plan
 from anymla.verification.judge import JudgementFailed

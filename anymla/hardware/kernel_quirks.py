@@ -1,0 +1,290 @@
+"""KERNEL_QUIRKS: what single kernels of AITER get wrong. Each row refuses one or sets one knob, and cites."""
+
+from typing import NamedTuple
+
+from anymla.hardware.quirks import Quirk
+from anymla.rules import ANY, Between, Rule, one_of
+
+
+class KernelCall(NamedTuple):
+    """One way to run AITER's decode, as its quirks see it.
+
+    Attributes:
+        q: bf16 or fp8, the dtype of the queries.
+        kv: bf16 or fp8, that of the cache.
+        lanes: Heads that the kernel is given, padding included.
+        fold: Groups of heads that become rows of their own; 1 where none do.
+        q_len: Query tokens a sequence.
+        persistent: Whether workgroups walk a plan; else each row of the batch has its own.
+        lse: Whether an lse is needed, be it for sinks.
+        lse_from: Where one comes from; see aiter_mla.facts.Dispatch.
+        in_order: Whether folded heads keep the order of several query tokens.
+        kernel: Name of the code object.
+    """
+
+    q: str
+    kv: str
+    lanes: int
+    fold: int
+    q_len: int
+    persistent: bool
+    lse: bool
+    lse_from: str
+    in_order: bool
+    kernel: str
+
+
+_CDNA = one_of("gfx942", "gfx950")
+_ROWS, _PERSISTENT, _LSE, _BF16, _FP8 = (
+    one_of(False),
+    one_of(True),
+    one_of(True),
+    one_of("bf16"),
+    one_of("fp8"),
+)
+_MANY, _FOLDED = Between(2, 8), Between(2, 8)
+_EMULATED = "emulated: AITER's code objects at e4048607, run on a CDNA emulator"
+_VLLM = "vLLM 0.33, vllm/_aiter_ops.py, rocm_aiter_mla_decode_fwd_lse"
+_OLD_64 = "MLA_A16W16_1TG_4W_64mx1_16nx1_Coex0_Msk1_QH16"
+_OLD_32 = "MLA_A16W16_1TG_4W_32mx1_16nx1_Coex0_Msk1_QH16"
+_NEW_32 = "MLA_A16W16_1TG_4W_16mx4_32nx1_Coex0_Msk1_QH16"
+
+
+def _kernel(
+    arch: Rule,
+    source: str,
+    *,
+    refuse: str = "",
+    knob: str = "",
+    value: int = 0,
+    until: str = "",
+    **when: Rule,
+) -> Quirk:
+    """A row of KERNEL_QUIRKS."""
+    package = "aiter" if until else ""
+    return Quirk("aiter", arch, source, when, refuse, knob, value, package, until)
+
+
+KERNEL_QUIRKS: tuple[Quirk, ...] = (
+    _kernel(
+        _CDNA,
+        "AITER mla.py up to 0.1.12.post2 and asm_mla.cu up to 0.1.11.post1: no kernel is given the buffer",
+        refuse="this AITER returns an lse that nothing wrote",
+        lse=_LSE,
+        lse_from=one_of("garbage"),
+    ),
+    _kernel(
+        one_of("gfx942"),
+        "AITER hsa/gfx942/mla at e4048607: one kernel, fp8 with 64 heads; #4363 reports that it faults",
+        refuse="persistent kernels write no lse on gfx942",
+        lse=_LSE,
+        persistent=_PERSISTENT,
+    ),
+    _kernel(
+        _CDNA,
+        f"{_VLLM}, for gfx942; {_EMULATED}, both chips",
+        knob="min_num_kv_splits",
+        value=2,
+        lse=_LSE,
+        persistent=_ROWS,
+        q=_FP8,
+    ),
+    _kernel(
+        _CDNA,
+        f"{_EMULATED}: with one split the kernels of 16 (4 tokens), 64 and 128 heads write no lse",
+        knob="min_num_kv_splits",
+        value=2,
+        lse=_LSE,
+        persistent=_ROWS,
+        q=_BF16,
+        lanes=one_of(8, 16, 64, 128),
+    ),
+    _kernel(
+        _CDNA,
+        f"{_EMULATED}: with one split the kernel writes fp32 into the bf16 output, past its end",
+        knob="min_num_kv_splits",
+        value=2,
+        persistent=_ROWS,
+        q=_BF16,
+        lanes=one_of(8),
+    ),
+    _kernel(
+        one_of("gfx942"),
+        f"{_EMULATED}: with one split the kernel stores through a pointer that is null",
+        knob="min_num_kv_splits",
+        value=2,
+        persistent=_ROWS,
+        kernel=one_of(_OLD_32),
+    ),
+    _kernel(
+        one_of("gfx950"),
+        "github.com/ROCm/aiter #2983, fixed by another object in 0.1.15; emulated: a store through null",
+        refuse="this AITER's kernel of 32 heads faults",
+        persistent=_ROWS,
+        kernel=one_of(_OLD_32),
+    ),
+    _kernel(
+        one_of("gfx950"),
+        f"{_VLLM}: ragged tails are wrong; {_EMULATED}: tiles of 32 keys, merged as if of 16",
+        knob="num_kv_splits",
+        value=1,
+        persistent=_ROWS,
+        kernel=one_of(_NEW_32),
+    ),
+    _kernel(
+        _CDNA,
+        f"AITER op_tests/test_mla.py skips it: 'faults'; {_EMULATED}: a store through null, row 0 not masked",
+        refuse="AITER's bf16 kernel of 64 heads faults",
+        persistent=_ROWS,
+        kernel=one_of(_OLD_64),
+    ),
+    _kernel(
+        one_of("gfx950"),
+        f"{_EMULATED}: tiles of 128 keys, merged as if of 64, so splits are read that were never written",
+        knob="num_kv_splits",
+        value=1,
+        persistent=_ROWS,
+        q=_FP8,
+        lanes=one_of(16),
+        q_len=one_of(1),
+        lse=one_of(False),
+    ),
+    _kernel(
+        one_of("gfx950"),
+        f"{_EMULATED}: two splits are merged wrongly, and with one the kernel writes no lse",
+        refuse="AITER's fp8 kernel of 16 heads gives no right lse",
+        persistent=_ROWS,
+        q=_FP8,
+        lanes=one_of(16),
+        q_len=one_of(1),
+        lse=_LSE,
+    ),
+    _kernel(
+        one_of("gfx942"),
+        f"{_EMULATED}: tiles of 32 keys, merged as if of 16, so splits are read that were never written",
+        knob="num_kv_splits",
+        value=1,
+        persistent=_ROWS,
+        q=_FP8,
+        lanes=one_of(16),
+        q_len=Between(3, 4),
+        lse=one_of(False),
+    ),
+    _kernel(
+        one_of("gfx942"),
+        f"{_EMULATED}: two splits are merged wrongly, and with one the kernel writes no lse",
+        refuse="AITER's fp8 kernel of 16 heads and 4 tokens gives no right lse",
+        persistent=_ROWS,
+        q=_FP8,
+        lanes=one_of(16),
+        q_len=Between(3, 4),
+        lse=_LSE,
+    ),
+    _kernel(
+        one_of("gfx950"),
+        f"{_EMULATED}: the split is missing from the address, and one split writes fp32 into the bf16 output",
+        refuse="AITER's fp8 kernel of 16 heads and 4 tokens overwrites its own splits",
+        persistent=_ROWS,
+        q=_FP8,
+        lanes=one_of(16),
+        q_len=Between(3, 4),
+    ),
+    _kernel(
+        _CDNA,
+        "github.com/ROCm/aiter #2319, first in 0.1.12: tiles of 32 keys were merged as if of 16",
+        knob="num_kv_splits",
+        value=1,
+        until="0.1.12",
+        persistent=_ROWS,
+        q=_FP8,
+        lanes=one_of(128),
+    ),
+    _kernel(
+        one_of("gfx950"),
+        f"{_EMULATED}: the object for an lse is the one without, instruction for instruction",
+        refuse="AITER's persistent fp8 kernel of 32 heads writes no lse of unsplit work",
+        persistent=_PERSISTENT,
+        lse=_LSE,
+        kernel=one_of("mla_a8w8_qh32_qseqlen1_gqaratio32_lse_ps"),
+    ),
+    _kernel(
+        one_of("gfx950"),
+        f"{_EMULATED}: from 192 keys a work item on it depends on wave timing whether it is right; undecided",
+        refuse="AITER's persistent fp8 kernel of 16 heads and 4 tokens is not known to be right",
+        persistent=_PERSISTENT,
+        kernel=one_of(
+            "mla_a8w8_qh16_qseqlen4_gqaratio16_v3_ps", "mla_a8w8_qh16_qseqlen4_gqaratio16_lse_v3_ps"
+        ),
+    ),
+    _kernel(
+        _CDNA,
+        "AITER op_tests/test_mla.py: 'baseline only supports MTP up to 4'; #5679, #4752 for longer ones",
+        refuse="AITER never runs more than 4 tokens in its own tests",
+        q_len=Between(5, 8),
+    ),
+    _kernel(
+        _CDNA,
+        f"AITER asm_mla.cu gives several tokens to the kernel of one; {_EMULATED}: NaN after a tail of 1 key",
+        refuse="AITER's kernels of 8 heads are wrong for several tokens",
+        lanes=one_of(8),
+        q_len=_MANY,
+    ),
+    _kernel(
+        one_of("gfx942"),
+        "github.com/ROCm/aiter #3128, first in 0.1.15: it asked for 160 KiB of LDS and never ran",
+        refuse="AITER's kernel of 8 heads does not fit gfx942",
+        until="0.1.15",
+        lanes=one_of(8),
+        persistent=_ROWS,
+    ),
+    _kernel(
+        _CDNA,
+        "github.com/ROCm/aiter #2164, first in 0.1.11.post1: heads and tokens came out permuted",
+        refuse="this AITER permutes folded heads of several tokens",
+        fold=_FOLDED,
+        q_len=_MANY,
+        in_order=one_of(False),
+    ),
+    _kernel(
+        _CDNA,
+        "github.com/ROCm/aiter #2720: every row was row 0 where q_len is no power of two",
+        refuse="AITER's folded heads were wrong for 3 tokens",
+        fold=_FOLDED,
+        q_len=one_of(3),
+    ),
+    _kernel(
+        _CDNA,
+        "AITER mla.py from 0.1.11.post1: it re-points the output with set_; that of a caller stays permuted",
+        knob="own_out",
+        value=1,
+        fold=_FOLDED,
+        q_len=_MANY,
+    ),
+    _kernel(
+        one_of("gfx950"),
+        "github.com/ROCm/aiter #4144, from 0.1.17-longctx: 32 sequences drop it, unless splits are given",
+        knob="keep_persistent",
+        value=1,
+        q=_BF16,
+        kv=_BF16,
+        lanes=one_of(16),
+        q_len=one_of(1),
+        persistent=_PERSISTENT,
+    ),
+    _kernel(
+        one_of("gfx950"),
+        "github.com/ROCm/aiter #4341, #4452, in 0.1.20: offsets beyond 4 GiB wrapped",
+        knob="max_cache_gib",
+        value=4,
+        until="0.1.20",
+        kernel=ANY,
+    ),
+    _kernel(
+        _CDNA,
+        f"{_EMULATED}: lanes past a tail read slot 0, so what no sequence uses there must be finite",
+        knob="finite_slot_0",
+        value=1,
+        kernel=ANY,
+    ),
+)
+"""What is wrong with AITER's decode kernels; `when` names fields of a KernelCall."""
