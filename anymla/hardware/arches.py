@@ -259,7 +259,7 @@ ARCHES: Mapping[str, Arch] = {
             8000 * GIGA,
             2250 * TERA,
             4500 * TERA,
-            "NVIDIA DGX B200 data sheet by eight, without sparsity",
+            "NVIDIA HGX B200 data sheet by eight, without sparsity",
         ),
     ),
     "sm120": Arch(
