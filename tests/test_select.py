@@ -199,9 +199,8 @@ HEAD_TABLE = [
 @pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.index_topk])
 def test_every_part_of_a_sparse_step_is_served_on_every_gpu(name: str, arch: str) -> None:
     model, machine = MODELS[name], machine_named(arch)
-    fnuz, has_fp8 = machine.fp8_flavour == "e4m3fnuz", arch not in ("sm80", "sm86")
-    keys = ("index_k_fnuz" if fnuz else "index_k") if has_fp8 else "bf16"
-    tiled = ("fp8_ds_mla_fnuz" if fnuz else "fp8_ds_mla") if has_fp8 else "bf16"
+    fnuz = machine.fp8_flavour == "e4m3fnuz"
+    keys, tiled = ("index_k_fnuz", "fp8_ds_mla_fnuz") if fnuz else ("index_k", "fp8_ds_mla")
     for q_dtype in ("bf16", f"fp8_{machine.fp8_flavour}"):
         problem = model.problem("index_topk", q_dtype=q_dtype, kv_format=keys, q_len=4)
         assert verdict_of("triton", problem, machine).accepted
@@ -306,8 +305,6 @@ def test_a_quirk_sets_the_named_knob_of_the_plan(
 @pytest.mark.parametrize(
     ("arch", "kv_format", "reason", "nearest"),
     [
-        ("sm80", "fp8_e4m3fn", "Triton has no fp8e4nv below sm89", "would pass with kv_format bf16"),
-        ("sm86", "fp8_ds_mla", "Triton has no fp8e4nv below sm89", "would pass with kv_format bf16"),
         ("sm90", "fp8_e4m3fnuz", "Triton has no fp8e4b8 on NVIDIA", "would pass with kv_format bf16"),
     ],
 )

@@ -64,17 +64,9 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])[:3]))
 
 
-_FP8_FN = one_of("fp8_e4m3fn", "fp8_ds_mla", "index_k")
 _FP8_FNUZ = one_of("fp8_e4m3fnuz", "fp8_ds_mla_fnuz", "index_k_fnuz")
 
 QUIRKS: tuple[Quirk, ...] = (
-    Quirk(
-        backend="triton",
-        arch=one_of("sm80", "sm86"),
-        when={"kv_format": _FP8_FN},
-        refuse="Triton has no fp8e4nv below sm89",
-        source="Triton 3.6.0 for sm_80: ValueError 'type fp8e4nv not supported in this architecture'",
-    ),
     Quirk(
         backend="triton",
         arch=one_of("sm80", "sm86", "sm89", "sm90", "sm100", "sm120"),
