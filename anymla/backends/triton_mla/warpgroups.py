@@ -1,6 +1,7 @@
 """When tiles of 64 rows go to `attend_wgmma`, and the boxes in which it copies keys."""
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from importlib import import_module
 
 import torch
@@ -32,18 +33,23 @@ def key_boxes(data: Tensor, problem: Problem, block_n: int) -> tuple[object, obj
 
     None where a block of keys is not one box.
     """
-    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
     pages, block_size, width = data.shape
     if block_size % block_n or data.stride(0) != block_size * data.stride(1):
         return None
     flat = data.as_strided((pages * block_size, width), (data.stride(1), 1))
-    element = bfloat16 if data.dtype == torch.bfloat16 else float16
     latents, ropes = (
-        TensorDescriptor.from_tensor(
-            flat, [block_n, cols], NVMMASharedLayout.get_default_for([block_n, cols], element)
-        )
+        _box(block_n, cols, data.dtype)(flat)
         for cols in (problem.kv_lora_rank // 2, max(problem.qk_rope_head_dim, 16))
     )
     return latents, ropes
+
+
+@cache
+def _box(block_n: int, cols: int, dtype: torch.dtype) -> Callable[[Tensor], object]:
+    """Makes descriptors of one shape; worked out once, because a layout takes longer than a launch."""
+    from triton.experimental.gluon.language import NVMMASharedLayout, bfloat16, float16
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    element = bfloat16 if dtype == torch.bfloat16 else float16
+    layout = NVMMASharedLayout.get_default_for([block_n, cols], element)
+    return partial(TensorDescriptor.from_tensor, block_shape=[block_n, cols], layout=layout)
