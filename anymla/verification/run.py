@@ -135,12 +135,7 @@ def verify(
         NoBackend: the backend cannot run here; the message gives every reason.
     """
     began = time.monotonic()
-    place = torch.device(device or device_of(backend))
-    machine = this_machine(place)
-    found = cases(backend, machine, quick=quick)
-    if not any(case.check == "right" for case in found):
-        # Nothing is offered here, and choosing says why.
-        select.choose(found[0].problem, machine, backend)
+    place, machine, found = _offered(backend, device, quick=quick)
     # The faults share what they are tried at, so they stay together.
     groups: list[list[Item]] = [[case] for case in found]
     groups.append([*faults.FAULTS])
@@ -149,6 +144,19 @@ def verify(
     tried = tuple(outcome for outcome in outcomes if outcome.op == "fault")
     judged = tuple(outcome for outcome in outcomes if outcome.op != "fault")
     return Report(backend, machine, {"quick": quick}, judged, tried, time.monotonic() - began)
+
+
+def _offered(
+    backend: str, device: str | None, *, quick: bool
+) -> tuple[torch.device, Machine, tuple[Case, ...]]:
+    """Where a backend is verified, and its cases; NoBackend if it can do nothing there."""
+    place = torch.device(device or device_of(backend))
+    machine = this_machine(place)
+    found = cases(backend, machine, quick=quick)
+    if not any(case.check == "right" for case in found):
+        # Nothing is offered here, and choosing says why.
+        select.choose(found[0].problem, machine, backend)
+    return place, machine, found
 
 
 def verify_random(
@@ -178,11 +186,7 @@ def verify_random(
         NoBackend: the backend cannot run here; the message gives every reason.
     """
     began = time.monotonic()
-    place = torch.device(device or device_of(backend))
-    machine = this_machine(place)
-    found = cases(backend, machine, quick=True)
-    if not any(case.check == "right" for case in found):
-        select.choose(found[0].problem, machine, backend)
+    place, machine, _ = _offered(backend, device, quick=True)
     drawn = [fuzz.fuzzed(backend, machine, seed, number) for number in numbers]
     families: dict[int, list[fuzz.Fuzzed]] = {}
     for call in drawn:

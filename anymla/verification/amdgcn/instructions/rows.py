@@ -14,6 +14,7 @@ Semantics take arrays of those kinds and return one, or a tuple, for the destina
 [waves, lanes], scalars [waves], or whatever broadcasts to them.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -115,7 +116,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Row:
+class Row(ABC):
     """An instruction; a subclass knows its encoding.
 
     Attributes:
@@ -124,9 +125,9 @@ class Row:
 
     mnemonic: str
 
+    @abstractmethod
     def decode(self, context: Context) -> Step:
         """A step of an instruction of this row."""
-        raise NotImplementedError
 
     def forms(self) -> Sequence[str]:
         """All mnemonics that are this row."""
