@@ -15,9 +15,10 @@ import double_planner as planner
 import double_stages as stages
 import pytest
 import torch
+from double_record import Record
 from double_stages import Aborted, Step
 
-from anymla.backends.aiter_mla import bindings, facts
+from anymla.backends.aiter_mla import bindings
 
 UNITS = {"gfx942": 304, "gfx950": 256}
 FNUZ, FN = torch.float8_e4m3fnuz, torch.float8_e4m3fn
@@ -27,24 +28,17 @@ class AiterDouble:
     """One release on one chip.
 
     Attributes:
+        record: All that it knows of the release.
         launched: Code objects, in order.
         plans: How often the planner ran.
     """
 
     def __init__(self, release: str, arch: str, units: int | None = None) -> None:
-        self.release, self.arch = release, arch
-        self.units = units or UNITS[arch]
-        self.dispatch = facts.recorded_dispatch(release)
-        self.kernels = facts.recorded_kernels(release, arch)
-        self.reducers = facts.recorded_reducers(release, 512)
+        self.arch, self.units = arch, units or UNITS[arch]
+        self.record = Record(release, arch)
         self.launched: list[str] = []
         self.plans = 0
         self.planned: dict[int, tuple[object, ...]] = {}
-
-    def since(self, release: str) -> bool:
-        """Whether this is that release or one that is listed later."""
-        order = facts.releases()
-        return order.index(self.release) >= order.index(facts.canonical_release(release))
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> "AiterDouble":
         """Stand in for the package `aiter` until the test ends."""
@@ -55,7 +49,7 @@ class AiterDouble:
         for name, ours, compiled in (
             ("mla_decode_fwd", self._decode, False),
             ("get_mla_metadata_info_v1", self._plan_sizes, False),
-            ("get_mla_metadata_v1", self._plan, not self.since("0.1.17longctx")),
+            ("get_mla_metadata_v1", self._plan, not self.record.since("0.1.17longctx")),
         ):
             setattr(modules[bindings.FUNCTIONS[name].modules[0]], name, self._signed(name, ours, compiled))
         for name, module in modules.items():
@@ -64,14 +58,13 @@ class AiterDouble:
 
     def _signed(self, name: str, function: Any, compiled: bool) -> Any:
         """The function with its real parameters; a compiled one hides them behind a wrapper."""
-        text = facts.recorded_parameters(name, self.release)
-        assert text is not None
-        signature = _signature(text)
+        signature = _signature(self.record.parameters(name))
 
         def wrapper_custom(*args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            return function(**bound.arguments)
+            given = signature.bind_partial(*args, **kwargs).arguments
+            if not self.record.accepts(name, *sorted(given)):
+                raise TypeError(f"{name}{signature} got {sorted(given)}")
+            return function(**given)
 
         if not compiled:
             wrapper_custom.__signature__ = signature  # type: ignore[attr-defined]
@@ -90,10 +83,9 @@ class AiterDouble:
         ):
             persistent = False
             given["num_kv_splits"], given["num_kv_splits_indptr"] = 1, torch.arange(rows + 1).int()
-        assert self.dispatch is not None
         wants_lse = bool(given.get("return_lse"))
-        found = self.dispatch.look_up(self.arch, *kinds, persistent=persistent, heads=heads, q_len=q_len)
-        lse_from = self.dispatch.lse_from[facts.mode(persistent)]
+        found = self.record.look_up(*kinds, persistent, heads, q_len)
+        lse_from = self.record.lse_from(persistent)
         keyed = int(wants_lse and lse_from == "keyed")
         if found is None:
             raise Aborted(f"no dispatch for {heads} heads, {q_len} tokens, persistent {persistent}")
@@ -103,26 +95,26 @@ class AiterDouble:
             found.persistent,
             found.q_len,
             0,
-            int(self.dispatch.causal_rows),
+            int(self.record.causal_rows()),
             keyed,
             0,
         )
-        names = [kernel.code_object for kernel in self.kernels if kernel[:-1] == key]
+        names = self.record.code_objects(*key)
         if not names:
             raise Aborted(f"cannot get heuristic kernel: {key}")
         self.launched.append(names[0])
         step = Step(self, names[0], kinds, q, kv_buffer, o, given, found.fold, wants_lse, lse_from)
         if not persistent:
             return stages.rows(step)
-        if heads // found.fold not in self.reducers:
+        if not self.record.reduces(heads // found.fold):
             raise Aborted(f"the reducer has no {heads // found.fold} heads")
         if self.planned.get(work.data_ptr()) != (heads, q_len, rows, *kinds):
             raise Aborted("the plan is not one for this call")
-        return stages.persistent(step, self.dispatch.tokens_fold_in_order)
+        return stages.persistent(step, self.record.tokens_fold_in_order())
 
     def _drops_persistent(self, kinds: tuple[str, str], heads: int, q_len: int, rows: int) -> bool:
         gated = self.arch == "gfx950" and kinds == ("bf16", "bf16") and heads == 16 and q_len == 1
-        return gated and rows >= 32 and self.since("0.1.17longctx")
+        return gated and rows >= 32 and self.record.since("0.1.17longctx")
 
     def _plan_sizes(self, batch_size: int, max_seqlen_qo: int, num_head_qo: int, **given: Any) -> Any:
         assert num_head_qo % 8 == 0
@@ -138,8 +130,7 @@ class AiterDouble:
             for name in ("dtype_q", "dtype_kv")
         )
         heads, q_len = given["num_heads_per_head_k"], given["max_seqlen_qo"]
-        assert self.dispatch is not None
-        found = self.dispatch.look_up(self.arch, *kinds, persistent=True, heads=heads, q_len=q_len)
+        found = self.record.look_up(*kinds, True, heads, q_len)
         if found is None:
             raise Aborted(f"the planner has no {heads} heads and {q_len} tokens")
         given.update(work_info_set=info, work_indptr=indptr)

@@ -72,7 +72,7 @@ def attend(step: Step, q: Tensor, start: int, stop: int, end: int) -> tuple[Tens
 
 def granularity(step: Step) -> int:
     """Keys that AITER's second stage takes for the least of a split."""
-    heads, since = step.o.shape[1], step.double.since
+    heads, since = step.o.shape[1], step.double.record.since
     if heads == 16 and step.q_len == 1:
         return 64
     if heads == 8 and ((step.q_len == 1 and since("0.1.14rc0")) or (step.q_len == 2 and since("0.1.17rc0"))):
@@ -139,7 +139,9 @@ def rows(step: Step) -> tuple[Tensor, Tensor | None]:
 def direct(step: Step) -> bool:
     """Whether one split is written where the output is, and the second stage not run."""
     heads, q = step.o.shape[1], step.kinds[0]
-    return q == "fp8" or step.q_len == 4 or heads == 32 or (heads == 8 and step.double.since("0.1.17rc0"))
+    return (
+        q == "fp8" or step.q_len == 4 or heads == 32 or (heads == 8 and step.double.record.since("0.1.17rc0"))
+    )
 
 
 def _may_fault(step: Step, splits: int) -> None:
@@ -150,7 +152,7 @@ def _may_fault(step: Step, splits: int) -> None:
         raise Aborted("a store through a null pointer")
     if heads == 8 and step.kinds[0] == "bf16" and step.q_len == 1 and splits == 1:
         raise Aborted("fp32 rows are written past a bf16 output")
-    if heads == 8 and arch == "gfx942" and not step.double.since("0.1.15rc0"):
+    if heads == 8 and arch == "gfx942" and not step.double.record.since("0.1.15rc0"):
         raise Aborted("160 KiB of LDS are asked for")
     if heads == 8 and step.q_len > 1:
         raise Aborted("the kernel of one token is given several")
@@ -188,7 +190,9 @@ def persistent(step: Step, in_order: bool) -> tuple[Tensor, Tensor | None]:
         raise Aborted("folded tokens do not divide into rows")
     q = _folded(step.queries(), fold, q_len)
     out, lse = torch.full((tokens * fold, heads, 512), NAN), torch.full((tokens * fold, heads), NAN)
-    size = given["reduce_partial_map"].shape[0] * q_len
+    # No plan names more partials than that; those that it does not name are not written.
+    size = max([item[1] + q_len for item in items if item[1] >= 0], default=0)
+    assert size <= given["reduce_partial_map"].shape[0] * q_len
     part_out, part_lse = torch.full((size, heads, 512), NAN), torch.full((size, heads), NAN)
     writes_lse = step.kernel.find("_lse") > 0 and step.kernel != "mla_a8w8_qh32_qseqlen1_gqaratio32_lse_ps"
     for row, partial, first, last, start, stop, *_ in items:

@@ -1,44 +1,143 @@
 #!/usr/bin/env python3
-"""Run the whole product, or what fits into some time, against the double, and count.
+"""Run the whole product against the double, and count.
 
-    python tests/backends/aiter/product.py --seconds 600 --part 1/2
+    python tests/backends/aiter/product.py --part 1/2 --record evidence/aiter_product.json
 
-Cases come in an order that is shuffled once, so a run that ends early is a sample of all of it. Releases that
-differ in nothing that the adapter or the double looks at stand for one another.
+A run depends on its release through what the adapter makes of the call (its verdict, routes and knobs), and
+through what the double and the adapter's bindings ask of the record, all of which is known after one run.
+Releases that are alike in the first and answer the second alike are not run again but counted: one run stands
+for all of them. To see that this holds, some that were stood for are drawn by lot and run all the same.
 """
 
 import argparse
 import collections
+import json
 import random
+import re
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[2])]
 
 import cases  # noqa: E402
 import pytest  # noqa: E402
+from cases import Case  # noqa: E402
+from double import AiterDouble  # noqa: E402
+from double_record import Record  # noqa: E402
+from double_stages import Aborted  # noqa: E402
+from torch import Tensor  # noqa: E402
 
-from anymla.backends.aiter_mla import bindings, facts  # noqa: E402
+from anymla import select  # noqa: E402
+from anymla.backends.aiter_mla import facts  # noqa: E402
+from anymla.backends.aiter_mla.bindings import Binding  # noqa: E402
+from anymla.backends.aiter_mla.manifest import route_of  # noqa: E402
+from anymla.backends.aiter_mla.provider import aiter_of  # noqa: E402
+from anymla.verification.run import made_with  # noqa: E402
 
-TURNS = ("0.1.10.post2", "0.1.11.post1", "0.1.12", "0.1.13.dev0", "0.1.14rc0", "0.1.15rc0")
-TURNS += ("0.1.17rc0", "0.1.17longctx", "0.1.19", "0.1.20")
-"""Releases from which on something is different that no table shows."""
+
+def calls() -> Iterator[tuple[Case, list[str]]]:
+    """Each call of the product without its release and lengths, and the names of its lengths."""
+    found: dict[Case, list[str]] = {}
+    first = facts.releases()[0]
+    for case in cases.product([first]):
+        found.setdefault(replace(case, release="", lengths=""), []).append(case.lengths)
+    yield from found.items()
 
 
-def alike() -> dict[str, str]:
-    """The release that stands for each one."""
-    first: dict[object, str] = {}
-    order = facts.releases()
-    found = {}
-    for release in order:
-        tables = tuple(facts.recorded_kernels(release, arch) for arch in ("gfx942", "gfx950"))
-        taken = tuple(facts.recorded_parameters(name, release) for name in bindings.DECODE)
-        turns = sum(order.index(release) >= order.index(turn) for turn in TURNS)
-        key = (facts.recorded_dispatch(release), tables, taken, facts.recorded_reducers(release, 512), turns)
-        found[release] = first.setdefault(key, release)
-    return found
+def view(case: Case) -> object:
+    """All that the adapter makes of a call with one release."""
+    problem, machine = cases.problem_of(case), cases.machine_of(case)
+    verdict = next(v for v in select.explain(problem, machine) if v.backend.name == "aiter")
+    if verdict.reasons:
+        return tuple(nameless(reason, case.release) for reason in verdict.reasons)
+    aiter = aiter_of(machine)
+    routes = []
+    for q_len in dict.fromkeys((1, case.q_len)):
+        route, _ = route_of(problem, aiter, q_len)
+        routes.append(route and (route.call, tuple(sorted(route.knobs.items()))))
+    return tuple(routes), tuple(sorted(verdict.knobs.items()))
+
+
+def nameless(reason: str, release: str) -> str:
+    """A reason without the release that it names."""
+    return reason.replace(f"aiter {release}", "this AITER")
+
+
+def kind_of(reason: str) -> str:
+    """A reason without the head count, for counting."""
+    return re.sub(r", \d+ heads", "", reason)
+
+
+class Count:
+    """What came out.
+
+    Attributes:
+        outcomes: "right", "wrong", "aborted", or the reason of a refusal, to how many cases.
+        runs: How many were run; each stands for the releases that nothing in it tells apart.
+        again: How many that were stood for were run all the same.
+    """
+
+    def __init__(self) -> None:
+        self.outcomes: collections.Counter[str] = collections.Counter()
+        self.runs = self.again = 0
+
+    def add(self, case: Case, members: list[str], chance: random.Random, share: float) -> None:
+        """Run one of some releases that have the same view, and those that it does not stand for."""
+        while members:
+            first, *others = members
+            outcome, record = outcome_of(replace(case, release=first))
+            alike = [one for one in others if Record(one, case.arch).answers_like(record.asked)]
+            members = [release for release in others if release not in alike]
+            self.runs += 1
+            self.outcomes[outcome] += 1 + len(alike)
+            if alike and chance.random() < share:
+                other = chance.choice(alike)
+                again, _ = outcome_of(replace(case, release=other))
+                assert again == outcome, f"{case}: {first} is {outcome}, {other} is {again}"
+                self.again += 1
+
+
+def outcome_of(case: Case) -> tuple[str, Record]:
+    """What comes of a case, and what was asked of its release."""
+    double = AiterDouble(case.release, case.arch, cases.UNITS)
+    with pytest.MonkeyPatch.context() as patch:
+        note_bindings(double.record, patch)
+        try:
+            said = cases.run_with(double, case, patch)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            print(f"{case}: {type(error).__name__}: {error}", flush=True)
+            return "aborted" if isinstance(error, Aborted) else "wrong", double.record
+    if said == "right":
+        return said, double.record
+    # The adapter refused by what is in its view; nothing of the double decided it.
+    reasons = said.splitlines()[1].partition(": ")[2].split("; ")
+    words = "; ".join(kind_of(nameless(reason, case.release)) for reason in reasons)
+    return words, Record(case.release, case.arch)
+
+
+def note_bindings(record: Record, patch: pytest.MonkeyPatch) -> None:
+    """Have what the adapter asks of its bindings noted too."""
+    takes, arguments = Binding.takes, Binding.arguments
+
+    def noted_takes(self: Binding, name: str) -> bool:
+        record.takes(self.function, name)
+        return takes(self, name)
+
+    def noted_arguments(self: Binding, **ours: Any) -> dict[str, Any]:
+        told = [(name, "..." if isinstance(value, Tensor) else value) for name, value in ours.items()]
+        record.arguments(self.function, *told)
+        return arguments(self, **ours)
+
+    patch.setattr(Binding, "takes", noted_takes)
+    patch.setattr(Binding, "arguments", noted_arguments)
 
 
 def main() -> int:
@@ -46,28 +145,53 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--part", default="1/1", help="which part of how many, to run several at once")
+    parser.add_argument("--again", type=float, default=0.02, help="share of those stood for that is run too")
+    parser.add_argument("--record", type=Path, help="where to write what came out, if nothing was wrong")
     options = parser.parse_args()
     part, parts = map(int, options.part.split("/"))
-    stands = set(alike().values())
-    everything = [case for case in cases.product() if case.release in stands]
-    random.Random(0).shuffle(everything)
-    mine, end = everything[part - 1 :: parts], time.monotonic() + options.seconds
-    counts: collections.Counter[str] = collections.Counter()
-    for case in mine:
-        if time.monotonic() > end:
+    began, chance, count = time.monotonic(), random.Random(part), Count()
+    mine = list(calls())[part - 1 :: parts]
+    for at, (call, lengths) in enumerate(mine):
+        if time.monotonic() - began > options.seconds:
             break
-        with pytest.MonkeyPatch.context() as patch:
-            try:
-                outcome = "right" if cases.run(case, patch) == "right" else "refused"
-            except BaseException as error:
-                if isinstance(error, KeyboardInterrupt):
-                    raise
-                outcome = "wrong"
-                print(f"{case}: {type(error).__name__}: {error}", flush=True)
-        counts[outcome] += 1
-    done = sum(counts.values())
-    print(f"{len(stands)} releases stand for {len(alike())}; {done} of {len(mine)} cases: {dict(counts)}")
-    return int(counts["wrong"] > 0)
+        views: dict[object, list[str]] = {}
+        for release in cases.releases():
+            views.setdefault(view(replace(call, release=release, lengths=lengths[0])), []).append(release)
+        for name in lengths:
+            for members in views.values():
+                count.add(replace(call, lengths=name), list(members), chance, options.again)
+        if at % 50 == 0:
+            done = f"{at + 1} of {len(mine)} calls, {sum(count.outcomes.values())} cases by {count.runs} runs"
+            print(f"{time.monotonic() - began:.0f} s: {done}", flush=True)
+    found = report(count, began)
+    print(json.dumps(found, indent=2, ensure_ascii=False))
+    failed = count.outcomes["wrong"] + count.outcomes["aborted"]
+    if options.record and not failed:
+        options.record.write_text(json.dumps(found, indent=2, ensure_ascii=False) + "\n")
+    return int(failed > 0)
+
+
+def report(count: Count, began: float) -> dict[str, object]:
+    """What is recorded."""
+    counts = count.outcomes
+    refused = {name: n for name, n in counts.most_common() if name not in ("right", "wrong", "aborted")}
+    with_tables = [release for release in cases.releases() if facts.recorded_dispatch(release)]
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        **made_with("torch"),
+        "how": "the adapter against a contract double of AITER, not on hardware",
+        "releases": len(cases.releases()),
+        "releases_with_kernel_tables": len(with_tables),
+        "cases": sum(counts.values()),
+        "runs": count.runs,
+        "runs_again_for_releases_stood_for": count.again,
+        "right": counts["right"],
+        "refused": sum(refused.values()),
+        "wrong": counts["wrong"],
+        "aborted": counts["aborted"],
+        "seconds": round(time.monotonic() - began),
+        "refused_by_reason": refused,
+    }
 
 
 if __name__ == "__main__":
