@@ -98,7 +98,7 @@ ARCHES: Mapping[str, Arch] = {
             1638.4 * GIGA,
             191.5 * TERA,
             0,
-            "AMD Instinct MI250X data sheet, halved: a GCD is one of two dies",
+            "AMD Instinct MI250X data sheet (383.0 TFLOPS, 3.2 TB/s), halved: a GCD is one of two dies",
         ),
     ),
     "gfx942": Arch(
@@ -144,7 +144,14 @@ ARCHES: Mapping[str, Arch] = {
         registers=1536,
         register_granule=24,
         unit_shared_bytes=128 * KIB,
-        peaks=Peaks("RX 7900 XTX", 960 * GIGA, 122.8 * TERA, 0, "AMD Radeon RX 7900 XTX product page"),
+        peaks=Peaks(
+            "RX 7900 XTX",
+            960 * GIGA,
+            122.88 * TERA,
+            0,
+            "AMD Radeon RX 7900 XTX product page (2.5 GHz, 960 GB/s); 512 FLOPS a clock and compute unit: "
+            "AMD GPUOpen, How to accelerate AI applications on RDNA 3 using WMMA",
+        ),
     ),
     "gfx1201": Arch(
         vendor="amd",
@@ -159,7 +166,14 @@ ARCHES: Mapping[str, Arch] = {
         registers=1536,
         register_granule=24,
         unit_shared_bytes=128 * KIB,
-        peaks=Peaks("RX 9070 XT", 640 * GIGA, 195 * TERA, 389 * TERA, "AMD Radeon RX 9070 XT product page"),
+        peaks=Peaks(
+            "RX 9070 XT",
+            640 * GIGA,
+            195 * TERA,
+            389 * TERA,
+            "AMD Radeon RX 9070 XT product page, without sparsity; 1024 FLOPS a clock and compute unit: "
+            "AMD GPUOpen, Using the Matrix Cores of AMD RDNA 4 architecture GPUs",
+        ),
     ),
     "gfx1250": Arch(
         vendor="amd",

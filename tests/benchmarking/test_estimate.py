@@ -83,6 +83,23 @@ def test_peaks_name_part_and_source_and_agree_with_the_row(name, arch):
     assert (peaks.fp8_rate > peaks.rate) == arch.has_fp8
 
 
+@pytest.mark.parametrize(
+    ("chip", "rate", "fp8_rate", "gigahertz"),
+    [
+        ("gfx90a", 1024, 0, 1.7),
+        ("gfx942", 2048, 4096, 2.1),
+        ("gfx950", 4096, 8192, 2.4),
+        ("gfx1100", 512, 0, 2.5),
+        ("gfx1201", 1024, 2048, 2.97),
+    ],
+)
+def test_peaks_of_amd_are_compute_units_times_clock_times_flops_a_clock(chip, rate, fp8_rate, gigahertz):
+    peaks, units = ARCHES[chip].peaks, ARCHES[chip].multiprocessors
+    for published, a_clock in ((peaks.rate, rate), (peaks.fp8_rate, fp8_rate)):
+        # Vendors publish three digits of them.
+        assert published == pytest.approx(units * a_clock * gigahertz * 1e9, rel=3e-3)
+
+
 @pytest.mark.parametrize("chip", ["cpu", "gfx1250", "gfx1"])
 def test_a_chip_without_published_peaks_is_refused_with_those_that_have_them(chip):
     with pytest.raises(InvalidInput, match=f"machine got '{chip}'; needs a chip whose peaks .* gfx950"):
