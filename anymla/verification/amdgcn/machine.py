@@ -49,7 +49,8 @@ class Step:
         lower: Of "upward", the sources of the first register written.
         halves: Of a dual instruction.
         counter: Of a load whose data come back in the order in which they were asked for.
-        flow: "" for one that goes on behind itself, else "branch", "barrier" or "end".
+        flow: "" for one that goes on behind itself, else "branch", "barrier", its halves "signal" and "wait",
+            or "end".
         target: Of a branch.
         ticks: Of the crude clock.
         touches: All registers named above.
@@ -93,14 +94,20 @@ class Flight:
 
 
 class Group:
-    """Waves that execute the same instruction."""
+    """Waves that execute the same instruction; `signalled`: they are between the halves of a barrier."""
 
-    __slots__ = ("at", "clock", "flights", "in_flight", "party", "pc", "waves")
+    __slots__ = ("at", "clock", "flights", "in_flight", "party", "pc", "signalled", "waves")
 
     def __init__(
-        self, waves: Array, pc: int, party: int, clock: int = 0, flights: tuple[Flight, ...] = ()
+        self,
+        waves: Array,
+        pc: int,
+        party: int,
+        clock: int = 0,
+        flights: tuple[Flight, ...] = (),
+        signalled: bool = False,
     ) -> None:
-        self.waves, self.pc, self.party, self.clock = waves, pc, party, clock
+        self.waves, self.pc, self.party, self.clock, self.signalled = waves, pc, party, clock, signalled
         first, last = int(waves[0]), int(waves[-1])
         self.at: Any = slice(first, last + 1) if last - first + 1 == len(waves) else waves
         self.flights: tuple[Flight, ...] = ()
@@ -322,6 +329,9 @@ class Machine:
         """
         access = Access(owners, places, size, self.step.instruction, self.group.clock, words)
         self.journal.entries.append(access)
+        if self.group.signalled:
+            # Between the halves of a barrier, it may meet what others do before and behind it.
+            self._carried.append(access)
         return access
 
     def owners(self, mask: Array | None) -> Array:
@@ -378,11 +388,12 @@ class Machine:
         alike: dict[Any, list[Group]] = {}
         for group in groups:
             clock = group.clock if self.order == "clock" else 0
-            alike.setdefault((group.pc, group.party, clock, group.flights), []).append(group)
+            key = group.pc, group.party, clock, group.flights, group.signalled
+            alike.setdefault(key, []).append(group)
         merged = []
-        for (pc, party, _, flights), same in alike.items():
+        for (pc, party, _, flights, signalled), same in alike.items():
             waves = np.sort(np.concatenate([group.waves for group in same])) if same[1:] else same[0].waves
-            merged.append(Group(waves, pc, party, max(group.clock for group in same), flights))
+            merged.append(Group(waves, pc, party, max(group.clock for group in same), flights, signalled))
         return merged
 
     def _end_of_epoch(self) -> None:
@@ -455,11 +466,22 @@ class Machine:
         group.pc = pc
         if step.flow == "end":
             return []
-        if step.flow == "barrier":
+        if step.flow in ("barrier", "signal"):
+            self._signal(group)
+        if step.flow in ("barrier", "wait"):
+            if not group.signalled:
+                raise self.fault("it waits for a barrier that it has not signalled", int(group.waves[0]))
+            group.signalled = False
             self._waiting.append(group)
-            self._carried += [access for flight in group.flights for access in flight.accesses]
             return []
-        return self._branch(group, step) if step.flow else [group]
+        return self._branch(group, step) if step.flow == "branch" else [group]
+
+    def _signal(self, group: Group) -> None:
+        """Others need not wait for these waves from here on; what they have under way may land behind."""
+        if group.signalled:
+            raise self.fault("it signals a barrier that it has not waited for", int(group.waves[0]))
+        group.signalled = True
+        self._carried += [access for flight in group.flights for access in flight.accesses]
 
     def _branch(self, group: Group, step: Step) -> list[Group]:
         step.run(self)
@@ -471,8 +493,8 @@ class Machine:
             return [group]
         stays, goes = group.waves[~taken], group.waves[taken]
         return [
-            Group(stays, group.pc, group.party, group.clock, group.flights),
-            Group(goes, step.target, group.party, group.clock, group.flights),
+            Group(stays, group.pc, group.party, group.clock, group.flights, group.signalled),
+            Group(goes, step.target, group.party, group.clock, group.flights, group.signalled),
         ]
 
     def _check_flights(self, step: Step) -> None:

@@ -148,6 +148,56 @@ def test_without_the_wait_before_a_barrier_it_is_a_race():
         execute(unwaited.format(flip=256), waves=4, shared=1024)
 
 
+SPLIT = """
+  v_lshlrev_b32_e32 v1, 2, v0
+  v_xor_b32_e32 v2, 128, v1
+  {before}
+  s_wait_dscnt 0x0
+  s_barrier_signal -1
+  {between}
+  s_barrier_wait -1
+  {behind}
+  s_wait_dscnt 0x0"""
+"""The halves of a barrier; v1 and v2 are places of a wave of 32 lanes and of the next."""
+WRITE, READ = "ds_store_b32 v1, v0", "ds_load_b32 v3, v2"
+
+
+@pytest.mark.parametrize("order", ["lockstep", "forward", "reverse"])
+def test_a_barrier_of_two_halves_keeps_apart_what_is_before_and_behind(order):
+    given = {"chip": "gfx1201", "waves": 2, "shared": 256, "order": order}
+    after = execute(SPLIT.format(before=WRITE, between="s_nop 0", behind=READ), **given)
+    assert (after.machine.vectors[3] == np.arange(64).reshape(2, 32)[::-1]).all()
+
+
+@pytest.mark.parametrize("order", ["lockstep", "forward", "reverse"])
+@pytest.mark.parametrize(
+    "places",
+    [{"before": WRITE, "between": READ}, {"between": WRITE, "behind": READ}],
+    ids=["before", "behind"],
+)
+def test_what_lies_between_the_halves_of_a_barrier_is_kept_apart_from_neither_side(places, order):
+    text = SPLIT.format(**{"before": "s_nop 0", "between": "s_nop 0", "behind": "s_nop 0"} | places)
+    with pytest.raises(Fault, match="LDS race"):
+        execute(text, chip="gfx1201", waves=2, shared=256, order=order)
+
+
+@pytest.mark.parametrize(
+    ("half", "what"),
+    [
+        ("s_barrier_wait -1", "waits for a barrier that it has not signalled"),
+        ("s_barrier_signal -1\n  s_barrier_signal -1", "signals a barrier that it has not waited for"),
+    ],
+)
+def test_half_a_barrier_is_a_fault(half, what):
+    with pytest.raises(Fault, match=what):
+        execute(f"  {half}", chip="gfx1201", waves=2)
+
+
+def test_a_barrier_that_is_not_the_workgroups_is_refused():
+    with pytest.raises(NotImplementedError, match="another barrier"):
+        execute("  s_barrier_signal 3", chip="gfx1201")
+
+
 def test_what_depends_on_the_clock_is_undecided():
     racing = STORE_AND_LOAD.replace("  s_barrier\n", "").format(flip=256)
     after = execute(racing, waves=4, shared=1024, order="clock")

@@ -46,6 +46,8 @@ class Flow(Row):
     flow: str
 
     def decode(self, context: Context) -> Step:
+        if any(named.value not in (-1, 0xFFFF) for named in context.instruction.operands):
+            raise Unknown(f"`{context.instruction.text}` got another barrier than that of the workgroup")
         return step(_nothing, context, spread="", flow=self.flow)
 
 
@@ -120,7 +122,7 @@ IGNORED = (
     "s_inst_prefetch", "s_set_inst_prefetch_distance", "s_clause", "s_delay_alu", "s_code_end",
     "s_sendmsg", "s_waitcnt_depctr", "s_wait_alu", "s_sched_barrier", "s_ttracedata", "s_incperflevel",
     "s_decperflevel", "s_version", "v_nop", "buffer_wbl2", "buffer_inv", "buffer_gl0_inv", "buffer_gl1_inv",
-    "global_inv", "global_wb", "global_wbinv", "s_barrier_signal",
+    "global_inv", "global_wb", "global_wbinv",
 )  # fmt: skip
 
 _SCC: Condition = lambda m: m.scc  # noqa: E731
@@ -135,7 +137,8 @@ ROWS: tuple[Row, ...] = (
     Branch("s_cbranch_execnz", _any_bit(EXEC), EXEC, True),
     Flow("s_endpgm", "end"),
     Flow("s_barrier", "barrier"),
-    Flow("s_barrier_wait", "barrier"),
+    Flow("s_barrier_signal", "signal"),
+    Flow("s_barrier_wait", "wait"),
     Wait("s_waitcnt"),
     Wait("s_waitcnt_vscnt", ("vscnt",)),
     Wait("s_wait_loadcnt", ("vmcnt",)),
