@@ -230,13 +230,15 @@ def build(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **cha
 
 
 def _draw_what_starts_out_alike(model: Any) -> None:
-    """Give sinks values of their own, and index heads weights of one sign, so that scores seldom tie."""
+    """Give sinks values of their own; so that scores seldom tie, weight index heads with one sign, and give
+    padding, which a model may write, an embedding."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(".sinks"):
                 parameter.normal_()
             elif name.endswith(".indexer.weights_proj.weight"):
                 parameter.abs_()
+        model.get_input_embeddings().weight[PAD].normal_(std=0.1)
 
 
 def byte_tokenizer() -> Any:

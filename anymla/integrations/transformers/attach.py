@@ -15,11 +15,12 @@ from transformers.cache_utils import DynamicCache, StaticCache
 from anymla import select
 from anymla.errors import InvalidInput, Reasons
 from anymla.hardware.probe import Machine
-from anymla.integrations.transformers import attention
+from anymla.integrations.transformers import attention, indexer
 from anymla.integrations.transformers.cache import adopt, is_paged
 from anymla.integrations.transformers.families import (
     GROUPED,
     LATENT,
+    LatentSite,
     Settings,
     Site,
     break_even_tokens,
@@ -65,19 +66,23 @@ class Attachment:
 
     @property
     def choices(self) -> tuple[select.Choice, ...]:
-        """What was chosen to decode and, where used, to prefill and for chosen keys, with every verdict."""
+        """What was chosen for every operation that is used, decoding first, with every verdict."""
         return self._choices
 
     @property
     def bytes_per_token(self) -> int:
-        """Cache bytes of one token, all layers."""
+        """Cache bytes of one token, all layers, index keys included."""
         row = KV_FORMATS[self.settings.kv_format]
-        return sum(row.bytes_per_token(s.kv_lora_rank, s.qk_rope_head_dim) for s in self._owning().values())
+        latents = sum(
+            row.bytes_per_token(s.kv_lora_rank, s.qk_rope_head_dim) for s in self._owning().values()
+        )
+        return latents + sum(s.index_bytes_per_token for s in self.sites.values())
 
     @property
     def stock_bytes_per_token(self) -> int:
         """Bytes of one token in the cache that this transformers would use itself, all layers."""
-        return sum(s.stored_width * s.weight.element_size() for s in self._owning().values())
+        latents = sum(s.stored_width * s.weight.element_size() for s in self._owning().values())
+        return latents + sum(s.stock_index_bytes_per_token for s in self.sites.values())
 
     def explain(self) -> str:
         """Which backend decodes and which prefills, why, and why the others do not."""
@@ -125,7 +130,8 @@ class Attachment:
             num_blocks=wanted.num_blocks,
             k_scale=wanted.k_scale,
         )
-        adopt(cache, pool, self._owning(), self._owner.config)
+        paged = [index for index, site in self.sites.items() if site.owns_tokens or site.scores]
+        adopt(cache, pool, paged, self._owner.config)
 
     def _before_forward(
         self, owner: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -168,6 +174,8 @@ class Attachment:
                 self._set(site.module, "build_attention_mask_from_topk", _keep_choice)
                 hook = site.module.register_forward_pre_hook(partial(_note_kept, site), with_kwargs=True)
                 self._undo.append(hook.remove)
+            if isinstance(site, LatentSite) and site.scores:
+                self._set(site.indexer, "forward", partial(indexer.run, site, site.indexer.forward))
         for module in owner.modules():
             if is_windowed(module):
                 self._set(module, attention.STOCK, True)
@@ -200,6 +208,8 @@ def attach(
     prefill_threshold: int | str | None = "auto",
     num_blocks: int | None = None,
     k_scale: Tensor | float | None = None,
+    index_format: str | None = "auto",
+    index_power_of_two: bool = False,
 ) -> Attachment:
     """Run a transformers model's attention as absorbed MLA over our paged latent cache.
 
@@ -218,6 +228,10 @@ def attach(
             steps, and its pages move.
         k_scale: Multiplies the values of an fp8 cache with one scale. None: calibrated at each layer's
             first tokens, with room for twice their largest value.
+        index_format: How the keys of an indexer are stored, "index_k" having its queries in fp8 too; "auto"
+            for the dtype of the model, which chooses as the model does. None leaves all of it to the model.
+        index_power_of_two: Let the scales of index_k and of its queries be powers of two, as some models are
+            trained.
 
     Returns:
         The attachment. Nothing of the model has changed but where its attention reads.
@@ -239,7 +253,8 @@ def attach(
     row = _format_named(reasons, kv_format, weight.dtype, machine)
     scale = _scale_for(reasons, row, k_scale, weight.device)
     _check_numbers(reasons, block_size=block_size, num_blocks=num_blocks, prefill_threshold=prefill_threshold)
-    settings = Settings(row, block_size, backend, None, num_blocks, scale)
+    keys = _index_format_named(reasons, index_format, weight.dtype, machine)
+    settings = Settings(row, block_size, backend, None, num_blocks, scale, keys, index_power_of_two)
     sites = _sites(reasons, found, settings)
     reasons.need(not getattr(owner.config, "output_attentions", False), "output_attentions", True, "False")
     reasons.need(getattr(owner.config, "is_causal", True), "is_causal", False, "True")
@@ -249,7 +264,7 @@ def attach(
     settings.prefill_threshold = (
         break_even_tokens(first) if isinstance(prefill_threshold, str) else prefill_threshold
     )
-    choices = _choices(first, machine, weight.dtype)
+    choices = _choices(sites.values(), machine, weight.dtype)
     attention.register()
     attachment = Attachment(model, owner, sites, choices)
     attachment._apply()
@@ -324,6 +339,20 @@ def _format_named(reasons: Reasons, kv_format: str, dtype: torch.dtype, machine:
     return name
 
 
+def _index_format_named(
+    reasons: Reasons, index_format: str | None, dtype: torch.dtype, machine: Machine
+) -> str | None:
+    """The row of index keys, in the fp8 of the chip where the name leaves it open."""
+    if index_format is None:
+        return None
+    name = canonical_name(str(dtype) if index_format == "auto" else index_format)
+    if name == "index_k" and machine.fp8_flavour == "e4m3fnuz":
+        name = "index_k_fnuz"
+    usable = [row.name for row in KV_FORMATS.values() if row.block_flat or row.value_dtype.itemsize > 1]
+    reasons.need(name in usable, "index_format", repr(index_format), f"None, auto or {listed(usable)}")
+    return name
+
+
 def _scale_for(
     reasons: Reasons, kv_format: str, k_scale: Tensor | float | None, device: torch.device
 ) -> Tensor | None:
@@ -352,6 +381,12 @@ def _sites(reasons: Reasons, found: list[tuple[str, Any]], settings: Settings) -
             module.layer_idx not in sites, name, f"layer_idx {module.layer_idx} again", "one of its own"
         )
         site.check(reasons, name)
+        if isinstance(site, LatentSite) and site.scores:
+            before = len(reasons.found)
+            site.check_indexer(reasons)
+            reasons.found[before:] = [
+                why for why in reasons.found[before:] if why not in reasons.found[:before]
+            ]
         if settings.kv_format in KV_FORMATS:
             row = KV_FORMATS[settings.kv_format]
             refusal = row.refusal(site.kv_lora_rank, site.qk_rope_head_dim)
@@ -369,13 +404,15 @@ def _check_layers(reasons: Reasons, config: Any, sites: Iterable[int]) -> None:
             value = getattr(config, name, None)
             reasons.need(value is None, name, value, "None: every key is kept and attended to")
         return
-    served = ("full_attention", "indexed_attention")
+    # The last is the older name of the one before it.
+    served = ("full_attention", "indexed_attention", "deepseek_sparse_attention")
     for kind in sorted({kinds[index] for index in sites} - set(served)):
         reasons.need(False, "layer_types", kind, f"{listed(served)}, for every attention that is attached")
 
 
-def _choices(site: Site, machine: Machine, dtype: torch.dtype) -> tuple[select.Choice, ...]:
+def _choices(sites: Iterable[Site], machine: Machine, dtype: torch.dtype) -> tuple[select.Choice, ...]:
     """The backends of every form, chosen now so that a refusal comes before anything has changed."""
+    site, *_ = sites
     settings = site.settings
     sinks = frozenset({Feature.SINKS} if site.has_sinks else ())
     decode = Problem(
@@ -402,6 +439,9 @@ def _choices(site: Site, machine: Machine, dtype: torch.dtype) -> tuple[select.C
         )
     if site.topk:
         problems.append(replace(decode, op="sparse_decode", topk=site.topk))
+    indexed = next((s for s in sites if isinstance(s, LatentSite) and s.scores), None)
+    if indexed is not None:
+        problems.append(indexer.problem_of(indexed, indexed.topk))
     return tuple(select.choose(problem, machine, settings.backend) for problem in problems)
 
 

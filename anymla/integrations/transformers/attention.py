@@ -15,9 +15,7 @@ from anymla.errors import InvalidInput, Reasons
 from anymla.integrations.transformers import steps
 from anymla.integrations.transformers.cache import LatentCarrier
 from anymla.integrations.transformers.families import Site
-from anymla.integrations.transformers.pages import PagePool
 from anymla.kv_cache import KVCache
-from anymla.problem import canonical_name
 
 NAME = "anymla"
 """Under which transformers knows both functions."""
@@ -120,12 +118,7 @@ def _attend(given: _Given, query: Tensor, key: Tensor, value: Tensor, mask: Tens
     if layer is not None:
         assert isinstance(key, LatentCarrier) and isinstance(value, LatentCarrier)
         key, value, pool, index = key.fresh, value.fresh, layer.pool, layer.index
-        if site.owns_tokens and layer.tokens == pool.tokens:
-            try:
-                pool.step = steps.begin(pool, (batch, new), mask)
-            except InvalidInput:
-                layer.settle(stored=False)
-                raise
+        step = steps.begun(site, layer, (batch, new), mask)
     else:
         tokens = key.shape[2]
         if tokens != new:
@@ -133,9 +126,8 @@ def _attend(given: _Given, query: Tensor, key: Tensor, value: Tensor, mask: Tens
             raise InvalidInput(
                 "attention", [f"key got {got}; needs a cache that was made or adopted after attach"]
             )
-        pool, index = _scratch(site, key), 0
-        pool.step = steps.begin(pool, (batch, new), mask)
-    step: steps.Step = pool.step
+        pool, index = steps.scratch(site, key), 0
+        step = steps.begin(pool, (batch, new), mask)
     rows = query.transpose(1, 2).flatten(0, 1)
     kv_c, k_pe = site.new_tokens(key, value)
     if step.rows is not None:
@@ -222,12 +214,6 @@ def _stock(
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill_(~mask, hidden)
     eager = import_module(type(module).__module__).eager_attention_forward
     return eager(module, query, key, value, mask, **kwargs)[0], None
-
-
-def _scratch(site: Site, key: Tensor) -> PagePool:
-    """Pages for a forward without a cache: of this layer only, and unquantised."""
-    kv_format = canonical_name(str(key.dtype))
-    return PagePool(kv_format=kv_format, block_size=site.settings.block_size, device=key.device)
 
 
 class _NoGradient(torch.autograd.Function):

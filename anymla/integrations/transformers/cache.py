@@ -66,6 +66,7 @@ class PagedLatentLayer(CacheLayerMixin):  # type: ignore[misc]
 
     `update` only carries the new states; the attention function, which knows the mask, stores them.
     Operations on whole sequences act on the pool that all layers share, so only its leader carries them out.
+    A layer that reads the latents of another one has index keys of its own at most.
     """
 
     is_compileable: ClassVar[bool] = False
@@ -96,6 +97,10 @@ class PagedLatentLayer(CacheLayerMixin):  # type: ignore[misc]
         """Count the tokens that were carried, if they are stored now; a step may be refused."""
         self.tokens += self.pending if stored else 0
         self.pending, self.keys = 0, None
+
+    def settle_with_pool(self) -> None:
+        """Count the tokens of a step whose latents another layer stores."""
+        self.tokens = self.pool.tokens
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Keep the new keys [B, q, D] of the model's own indexer, and give it those of all tokens so far."""
@@ -165,7 +170,7 @@ def adopt(cache: Any, pool: PagePool, indices: Collection[int], config: Any) -> 
     Args:
         cache: A DynamicCache or StaticCache without tokens.
         pool: Fresh; takes over the length limit of a static cache.
-        indices: The layers to replace.
+        indices: The layers to replace; the first has tokens of its own.
         config: The text model's, for caches that make their layers on demand.
 
     Raises:

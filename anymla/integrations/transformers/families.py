@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from anymla import latent
 from anymla.errors import Reasons
+from anymla.kv_formats import KV_FORMATS
 
 LATENT = (
     "AXK1Attention",
@@ -50,7 +51,11 @@ class Settings:
         prefill_threshold: New tokens of a sequence from which the decompressed form is used; None: never.
         num_blocks: Pages of a cache; None lets it grow between steps.
         k_scale: [1] fp32 for an fp8 cache with one scale; None calibrates it at each layer's first tokens.
-        calls: How often each form ran, a layer each time: "absorbed", "decompressed" and "sparse".
+        index_format: Name of a row of KV_FORMATS for index keys; None: indexers keep, score and choose by
+            themselves.
+        index_power_of_two: The scales of index keys and queries are powers of two.
+        calls: How often each form ran, a layer each time: "absorbed", "decompressed" and "sparse", and
+            "indexed" for a choice.
         selectors: The up-projections of grouped-query modules; those of equal widths share one pair.
     """
 
@@ -60,6 +65,8 @@ class Settings:
     prefill_threshold: int | None
     num_blocks: int | None
     k_scale: Tensor | None
+    index_format: str | None = None
+    index_power_of_two: bool = False
     calls: Counter[str] = field(default_factory=Counter)
     selectors: dict[tuple[int, int, int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = field(
         default_factory=dict
@@ -93,6 +100,41 @@ class LatentSite:
         module = self.module
         chooses = getattr(module, "indexer", None) is not None or getattr(module, "skip_topk", False)
         return int(module.config.index_topk) if chooses else 0
+
+    @property
+    def indexer(self) -> Any:
+        """Its own indexer, or None."""
+        return getattr(self.module, "indexer", None)
+
+    @property
+    def scores(self) -> bool:
+        """Whether it has an indexer whose keys are in our pages."""
+        return self.indexer is not None and self.settings.index_format is not None
+
+    @property
+    def pool_size(self) -> int:
+        """Tokens that share an index key, 0 where each has its own."""
+        return int(getattr(self.indexer, "index_kpool", 0))
+
+    @property
+    def index_bytes_per_token(self) -> int:
+        """Bytes of one token in our pages of index keys, and of the states that pools are made of."""
+        if not self.scores:
+            return 0 if self.indexer is None else self.stock_index_bytes_per_token
+        key = KV_FORMATS[str(self.settings.index_format)].bytes_per_token(self.indexer.head_dim, 0)
+        return -(-key // self.pool_size) + 2 * self._index_key_bytes if self.pool_size else key
+
+    @property
+    def stock_index_bytes_per_token(self) -> int:
+        """Bytes of one token in the model's own cache of index keys; pools keep two states and a mark."""
+        if self.indexer is None:
+            return 0
+        marked = 2 * self._index_key_bytes + self.weight.element_size()
+        return marked if self.pool_size else self._index_key_bytes
+
+    @property
+    def _index_key_bytes(self) -> int:
+        return int(self.indexer.head_dim * self.weight.element_size())
 
     @property
     def chooses_all(self) -> bool:
@@ -169,6 +211,18 @@ class LatentSite:
             same, f"{name}.expand_kv", "another expansion", "[k_nope; v] = kv_b_proj(c), k = [k_nope; k_pe]"
         )
 
+    def check_indexer(self, reasons: Reasons) -> None:
+        """Note index keys that do not fit their format, or pools that do not fit a page."""
+        row, size, page = (
+            KV_FORMATS.get(str(self.settings.index_format)),
+            self.pool_size,
+            self.settings.block_size,
+        )
+        if row is not None and (refusal := row.refusal(self.indexer.head_dim, 0)):
+            reasons.found.append(refusal)
+        fits = not size or page % size == 0
+        reasons.need(fits, "block_size", page, f"a multiple of {size}, the tokens that share an index key")
+
 
 @dataclass
 class GroupedSite:
@@ -183,6 +237,9 @@ class GroupedSite:
     settings: Settings
     stored_width: int = field(init=False)
     topk: ClassVar[int] = 0
+    scores: ClassVar[bool] = False
+    index_bytes_per_token: ClassVar[int] = 0
+    stock_index_bytes_per_token: ClassVar[int] = 0
     chooses_all: ClassVar[bool] = True
     kept: ClassVar[Tensor | None] = None
     owns_tokens: ClassVar[bool] = True

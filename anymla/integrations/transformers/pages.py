@@ -1,6 +1,6 @@
 """Pages and lengths of the sequences of one cache: bookkeeping on the host, shared by all layers."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class PagePool:
         kept: [B, tokens] bool on the host, which of them are stored; None: all.
         tables: The pages of each sequence, in order.
         lengths: The stored tokens of each sequence.
-        stores: The pages of each layer, made when it first writes.
+        stores: The pages of each layer, made when it first writes; those of an indexer's keys likewise.
         step: What the step that is running has decided; see `steps`.
     """
 
@@ -48,7 +48,7 @@ class PagePool:
         self.max_length, self.k_scale = max_length, k_scale
         self.grows = num_blocks is None
         self.num_blocks = 0 if num_blocks is None else num_blocks
-        self.stores: dict[int, KVCache] = {}
+        self.stores: dict[Hashable, KVCache] = {}
         self._users: list[int] = []
         self._free: list[int] = []
         self.clear()
@@ -157,18 +157,35 @@ class PagePool:
             line[: len(pages)] = torch.tensor(pages, dtype=torch.int32)
         return table
 
-    def store(self, layer: int, kv_c: Tensor, k_pe: Tensor) -> KVCache:
-        """The pages of a layer; made, and its fp8 scale calibrated, at its first tokens [T, L] and [T, R]."""
+    def store(
+        self,
+        layer: Hashable,
+        kv_c: Tensor,
+        k_pe: Tensor,
+        kv_format: str | None = None,
+        per_page: int | None = None,
+    ) -> KVCache:
+        """Pages of one kind, made, and their fp8 scale calibrated, at their first tokens.
+
+        Args:
+            layer: Whose: a layer's number for its latents.
+            kv_c: [T, L].
+            k_pe: [T, R].
+            kv_format: Name of a row of KV_FORMATS. None: that of the latents.
+            per_page: Rows a page. None: one a token.
+        """
         if layer not in self.stores:
-            scale = self.k_scale
-            if scale is None and KV_FORMATS[self.kv_format].scaled:
-                scale = calibrate_scale(kv_c, k_pe, self.kv_format, margin=CALIBRATION_MARGIN)
+            name, scale = kv_format or self.kv_format, None
+            if KV_FORMATS[name].scaled:
+                scale = self.k_scale
+                if scale is None:
+                    scale = calibrate_scale(kv_c, k_pe, name, margin=CALIBRATION_MARGIN)
             self.stores[layer] = KVCache.allocate(
                 self.num_blocks,
-                self.block_size,
+                per_page or self.block_size,
                 kv_lora_rank=kv_c.shape[1],
                 qk_rope_head_dim=k_pe.shape[1],
-                kv_format=self.kv_format,
+                kv_format=name,
                 scale=scale,
                 device=self.device,
             )
@@ -201,10 +218,10 @@ class PagePool:
         for layer, store in self.stores.items():
             larger = KVCache.allocate(
                 num_blocks,
-                self.block_size,
+                store.block_size,
                 kv_lora_rank=store.kv_lora_rank,
                 qk_rope_head_dim=store.qk_rope_head_dim,
-                kv_format=self.kv_format,
+                kv_format=store.format.name,
                 scale=store.scale,
                 device=self.device,
             )

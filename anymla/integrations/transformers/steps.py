@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from anymla.contract import Batch
-from anymla.errors import Reasons
+from anymla.errors import InvalidInput, Reasons
 from anymla.indices import compacted, to_slots
+from anymla.integrations.transformers.cache import PagedLatentLayer
 from anymla.integrations.transformers.families import Site
 from anymla.integrations.transformers.pages import PagePool
 from anymla.kv_cache import KVCache
@@ -21,6 +22,7 @@ from anymla.plans import (
     plan_prefill,
     plan_sparse_decode,
 )
+from anymla.problem import canonical_name
 
 _MASK_ROWS = 1024
 """Rows of a mask that are compared at a time, so that a long prefill needs no second mask."""
@@ -45,6 +47,7 @@ class Step:
         tokens: Of each sequence, hidden ones and those of this step included.
         places: [B, tokens] int64 of each token so far its place among the stored ones, -1 for a hidden one;
             None: its own.
+        positions: [B, tokens] int64 the other way: of each stored token its place in the grid; None: its own.
         plans: By the facts of the layer that asked first.
         chosen: The last indices that were turned into slots, with these and their counts: layers that share
             a choice share all of it.
@@ -59,6 +62,7 @@ class Step:
     table: Tensor
     tokens: int
     places: Tensor | None
+    positions: Tensor | None
     plans: dict[tuple[object, ...], Any] = field(default_factory=dict)
 
     chosen: tuple[Tensor, Tensor, Tensor] | None = None
@@ -80,6 +84,19 @@ class Step:
             slots = to_slots(ids.int().view(num_seqs * new, count), self.table, indptr, block_size)
             self.chosen = (indices, *compacted(slots))
         return self.chosen[1:]
+
+    def in_grid(self, stored: Tensor, rows: Tensor | None) -> Tensor:
+        """Stored tokens [T, K] int32, of rows [T] of the flattened grid, as a model names them; -1 stays."""
+        if self.positions is None:
+            return stored
+        row = torch.arange(stored.shape[0], device=stored.device) if rows is None else rows
+        places = self.positions[row // self.grid[1]].gather(1, stored.long().clamp(min=0))
+        return torch.where(stored >= 0, places, -1).to(torch.int32)
+
+    def everything(self) -> Tensor:
+        """[B, q, tokens] int32: a choice of every token."""
+        every = torch.arange(self.tokens, dtype=torch.int32, device=self.table.device)
+        return every.expand(*self.grid, self.tokens)
 
     def decode_plan(self, site: Site, query: Tensor, kv_format: str, batch: Batch) -> DecodePlan:
         """The plan of this step's absorbed form for layers like this one."""
@@ -136,6 +153,25 @@ class Step:
             )
         plan: SparsePlan = self.plans[key]
         return plan
+
+
+def begun(site: Site, layer: PagedLatentLayer, grid: tuple[int, int], mask: Tensor | None) -> Step:
+    """The step that runs, begun here if this layer is the first to need it; see `begin`."""
+    pool = layer.pool
+    if site.owns_tokens and layer.tokens == pool.tokens:
+        try:
+            pool.step = begin(pool, grid, mask)
+        except InvalidInput:
+            layer.settle(stored=False)
+            raise
+    step: Step = pool.step
+    return step
+
+
+def scratch(site: Site, like: Tensor) -> PagePool:
+    """Pages for a forward without a cache: of this layer only, and unquantised."""
+    kv_format = canonical_name(str(like.dtype))
+    return PagePool(kv_format=kv_format, block_size=site.settings.block_size, device=like.device)
 
 
 def begin(pool: PagePool, grid: tuple[int, int], mask: Tensor | None) -> Step:
@@ -204,10 +240,12 @@ def _step(pool: PagePool, kept: Tensor, blank: Tensor | None, starts: Sequence[i
                 seq_lens_host=lengths.tolist(),
             )
     rows = None if whole else kept.flatten().nonzero().flatten().to(device)
-    places = None
+    places = positions = None
     if pool.kept is not None:
         places = torch.where(pool.kept, pool.kept.cumsum(1) - 1, -1).to(device)
-    return Step(grid, rows, slots.to(device), batch, hidden_rows, hidden, table, pool.tokens, places)
+        positions = (~pool.kept).to(torch.uint8).argsort(dim=1, stable=True).to(device)
+    places_of = places, positions
+    return Step(grid, rows, slots.to(device), batch, hidden_rows, hidden, table, pool.tokens, *places_of)
 
 
 def _read_mask(
