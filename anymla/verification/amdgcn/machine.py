@@ -287,6 +287,14 @@ class Machine:
         """The mask as memory takes it: None if all lanes execute."""
         return None if self.full else self.mask
 
+    def execute(self, step: Step, waves: Array) -> None:
+        """Execute a step in the place of the current one, for some waves [waves] bool of the group."""
+        executing, full = self.mask, self.full
+        self.mask, self.full = executing & waves[:, None], full and bool(waves.all())
+        self._look_before(step)
+        step.run(self)
+        self.mask, self.full = executing, full
+
     def fly(
         self,
         counter: str,
@@ -496,6 +504,13 @@ class Machine:
             Group(stays, group.pc, group.party, group.clock, group.flights, group.signalled),
             Group(goes, step.target, group.party, group.clock, group.flights, group.signalled),
         ]
+
+    def _look_before(self, step: Step) -> None:
+        """What is looked at before a step is executed."""
+        if not step.touches.isdisjoint(self.group.in_flight):
+            self._check_flights(step)
+        if not step.touches.isdisjoint(self.defined.partial):
+            self._watch(step)
 
     def _check_flights(self, step: Step) -> None:
         """A step may touch no register in flight, but a load may follow one into the same register."""

@@ -13,6 +13,7 @@ from anymla.verification.amdgcn.instructions import (
     lanes,
     matrix,
     moves,
+    relative,
     scalar,
     shared,
 )
@@ -30,6 +31,7 @@ GROUPS = {
     "moves": moves.ROWS,
     "shared": shared.ROWS,
     "control": control.ROWS,
+    "relative": relative.ROWS,
 }
 
 ROWS: dict[str, Row] = {form: row for rows in GROUPS.values() for row in rows for form in row.forms()}
@@ -54,9 +56,15 @@ def decode(text: Text, chip: str, accumulators: int) -> tuple[Step, ...]:
     missing = sorted({i.mnemonic for i in written if _name(i) not in ROWS})
     if missing:
         raise Unknown(f"program {text.name} got {', '.join(missing)}; needs instructions that are known")
-    labels = dict(text.labels)
+    labels, places = dict(text.labels), relative.relative(text)
+
+    def decoded(instruction: Instruction, index: int = -1) -> Step:
+        return _step(instruction, index, labels, chip, accumulators)
+
     return tuple(
-        _step(instruction, index, labels, chip, accumulators)
+        relative.moved(instruction, places[index], accumulators - SCALARS, decoded)
+        if index in places
+        else decoded(instruction, index)
         for index, instruction in enumerate(text.instructions)
     )
 
