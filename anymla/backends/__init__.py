@@ -101,15 +101,17 @@ _AITER_FN = replace(
 _AITER_PLANNED = replace(
     _AITER, built=False, evidence="declared", manifest="", features=offers(Feature.MULTI_TOKEN)
 )
+# It rounds queries, keys and values to fp8, so a caller has to ask for that; it gives no lse.
 _AITER_PREFILL = replace(
-    _AITER_PLANNED,
+    _AITER,
     arch=one_of("gfx950"),
     op=one_of("prefill"),
-    kv_format=one_of("fp8_e4m3fn"),
-    num_heads=pads_to(16, 32, 48, 64, 80, 96, 112, 128),
+    q_dtype=one_of("fp8_e4m3fn"),
+    kv_format=ANY,
     qk_nope_head_dim=one_of(128),
     v_head_dim=one_of(128),
-    source="AITER mla_prefill_ps_asm_fwd at e4048607: one kernel, 192/128; the adapter casts q, k, v to fp8",
+    features=offers(Feature.MULTI_TOKEN, Feature.NON_CAUSAL),
+    source="AITER mla_prefill_ps_asm_fwd and mla_reduce_v1, from 0.1.10.post1: one kernel a mask, 192/128",
 )
 _AITER_INDEX = replace(
     _AITER_PLANNED,

@@ -1,6 +1,7 @@
-"""Which of AITER's decode kernels a call gets: nothing is accepted that its tables do not hold at all stages.
+"""Which of AITER's kernels a call gets: nothing is accepted that its tables do not hold at all stages.
 
 A call outside them would end the process, so planner, attention and reducer are looked up before any launch.
+Indexer and cache writers have no table: there a call is accepted if its functions take what it needs.
 """
 
 import sys
@@ -45,17 +46,15 @@ class Route:
 
 
 def weigh(problem: Problem, machine: Machine) -> Weighed:
-    """Say how a call would be run, or why not.
-
-    A decode needs a kernel of one query token; one of several is used beside it where a batch fits it.
-    """
+    """Say how a call would be run, or why not."""
     aiter = aiter_of(machine)
-    route, reasons = route_of(problem, aiter, 1)
-    if route is None:
-        return Weighed(reasons)
+    ways = {"prefill": _prefill, "index_topk": _index_topk, "write_cache": _write_cache}
+    said = ways.get(problem.op, _decode)(problem, aiter)
+    if said.reasons:
+        return said
     # Importing it brings torch, which a process that only explains does without.
     failure = import_failure(aiter) if aiter.installed and "torch" in sys.modules else ""
-    return Weighed((failure,)) if failure else Weighed((), route.quirks, route.call.lanes)
+    return Weighed((failure,)) if failure else said
 
 
 def report(machine: Machine) -> dict[str, object]:
@@ -78,6 +77,11 @@ def report(machine: Machine) -> dict[str, object]:
         "kernels": dict(sorted(counts.items())),
         "quirks": [str(quirk) for quirk in quirks],
     }
+
+
+def prefill_lanes(aiter: Aiter) -> tuple[int, ...]:
+    """Heads that a launch of prefill may have, rising: what its reducer has, in sixteens as AITER is used."""
+    return tuple(sorted(lanes for lanes in aiter.prefill_reducers if lanes % 16 == 0))
 
 
 @lru_cache(maxsize=4096)
@@ -105,6 +109,44 @@ def quirks_of(call: KernelCall, aiter: Aiter) -> tuple[Quirk, ...]:
     version = NEWEST if aiter.release == "HEAD" else aiter.release
     packages = {"aiter": version}
     return tuple(q for q in KERNEL_QUIRKS if q.applies(call, "aiter", aiter.arch, packages))
+
+
+def _decode(problem: Problem, aiter: Aiter) -> Weighed:
+    """A decode needs a kernel of one query token; one of several is used beside it where a batch fits it."""
+    route, reasons = route_of(problem, aiter, 1)
+    return Weighed(reasons) if route is None else Weighed((), route.quirks, route.call.lanes)
+
+
+def _prefill(problem: Problem, aiter: Aiter) -> Weighed:
+    """A prefill needs a kernel with its mask, and a reducer for some number of heads."""
+    reasons = aiter.refusals(bindings.PREFILL)
+    if reasons:
+        return Weighed(reasons)
+    causal, able = Feature.NON_CAUSAL not in problem.features, prefill_lanes(aiter)
+    if not able or _row(aiter, ("fp8", "fp8", 1, 1, 0, 1, int(causal), 0, 0)) is None:
+        return Weighed((f"{aiter} has no kernel for fp8 prefill{'' if causal else ', non-causal'}",))
+    enough = next((lanes for lanes in able if lanes >= problem.num_heads), able[-1])
+    return Weighed((), (), max(enough, problem.num_heads))
+
+
+def _index_topk(problem: Problem, aiter: Aiter) -> Weighed:
+    """Logits of keys in tiles, in pages of one token, or in pages of several: a function for each."""
+    name, needs = bindings.index_logits(problem.kv_format, problem.block_size)
+    return Weighed(_lacking(aiter, name, needs))
+
+
+def _write_cache(problem: Problem, aiter: Aiter) -> Weighed:
+    """A writer of keys, in tiles where the format says so, or of latents."""
+    return Weighed(_lacking(aiter, *bindings.cache_writer(problem.kv_format)))
+
+
+def _lacking(aiter: Aiter, name: str, needs: tuple[str, ...]) -> tuple[str, ...]:
+    """Why a function cannot be called with these parameters; () if it can."""
+    reasons = aiter.refusals((name,), by_tables=False)
+    if reasons:
+        return reasons
+    binding = aiter.binding(name)
+    return tuple(f"{binding} has no parameter {one!r}" for one in needs if not binding.takes(one))
 
 
 def _every_call(aiter: Aiter) -> Iterator[KernelCall]:

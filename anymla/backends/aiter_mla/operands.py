@@ -1,4 +1,4 @@
-"""Operands of AITER's decode: queries in fp8, the cache as rows of one token, dtypes by their names."""
+"""Operands of AITER: values in fp8, the cache as rows of one token, dtypes by their names."""
 
 from collections.abc import Mapping
 
@@ -13,11 +13,13 @@ GIB = 1 << 30
 INT32_MAX = torch.iinfo(torch.int32).max
 
 
-def rounded(queries: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Queries as fp8 and the scale, [1] fp32, that gives them back."""
+def rounded(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Values as fp8 and the scale, [1] fp32, that gives them back; NaN stays, infinities saturate."""
     largest = torch.finfo(dtype).max
-    scale = queries.abs().amax().float().clamp_(min=torch.finfo(torch.float32).tiny) / largest
-    return (queries.float() / scale).clamp_(-largest, largest).to(dtype), scale.reshape(1)
+    # What is no number must not become the scale of all the rest.
+    most = values.abs().nan_to_num_(0.0, 0.0).amax().float()
+    scale = (most / largest).clamp_(min=torch.finfo(torch.float32).tiny)
+    return (values.float() / scale).clamp_(-largest, largest).to(dtype), scale.reshape(1)
 
 
 def rows_of(cache: KVCache, knobs: Mapping[str, int]) -> Tensor:

@@ -7,5 +7,14 @@ from anymla.backends.aiter_mla.decode import (
     sparse_decode,
     update_decode,
 )
+from anymla.backends.aiter_mla.prefill import plan_prefill, prefill
 
-__all__ = ["decode", "plan_decode", "plan_sparse_decode", "sparse_decode", "update_decode"]
+__all__ = [
+    "decode",
+    "plan_decode",
+    "plan_prefill",
+    "plan_sparse_decode",
+    "prefill",
+    "sparse_decode",
+    "update_decode",
+]

@@ -71,9 +71,14 @@ class Aiter:
         assert isinstance(found, Binding), found
         return found
 
-    def refusals(self, functions: Sequence[str]) -> tuple[str, ...]:
-        """Why nothing can be run with these functions; () if it can."""
-        reasons = list(self.missing)
+    def refusals(self, functions: Sequence[str], *, by_tables: bool = True) -> tuple[str, ...]:
+        """Why nothing can be run with these functions; () if it can.
+
+        Args:
+            functions: Names in bindings.FUNCTIONS.
+            by_tables: Whether its kernel tables decide what runs.
+        """
+        reasons = list(self.missing) if by_tables else []
         for name, effect in SWITCHES.items() if self.installed else ():
             if os.environ.get(name, "0") not in ("", "0"):
                 reasons.append(f"{name}={os.environ[name]} {effect}; unset it")
