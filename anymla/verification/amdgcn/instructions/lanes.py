@@ -76,6 +76,12 @@ def moved(raw: Fetch, context: Context) -> Fetch:
     return fetch
 
 
+def keeps(context: Context) -> bool:
+    """Whether some lane that executes keeps its old value even where all execute."""
+    masks = (context.instruction.modifiers.get(name, "0xf") for name in ("row_mask", "bank_mask"))
+    return bool((_move(context) < 0).any()) or any(int(mask, 0) != 15 for mask in masks)
+
+
 def enabled(run: Run, context: Context) -> Run:
     """A DPP instruction: lanes whose source is missing, or whose row or bank is masked, keep their value."""
     lane = _move(context)

@@ -140,8 +140,9 @@ def _buffer(context: Context, operands: Sequence[Operand], size: int) -> Place:
 
     def place(m: Machine) -> tuple[Array, Array | None]:
         high = m.s[register + 1]
-        if (high >> U32(16) & U32(0x3FFF)).any():
-            raise m.fault("the descriptor has a stride; needs a raw buffer", int(m.waves[0]))
+        # Without an index a stride multiplies nothing, unless it also permutes addresses or lanes are counted.
+        if ((high >> U32(31)) | (m.s[register + 3] >> U32(23) & U32(context.generation == 9))).any():
+            raise m.fault("the descriptor swizzles addresses; needs a raw buffer", int(m.waves[0]))
         base = m.s[register].astype(U64) | (high & U32(0xFFFF)).astype(U64) << U64(32)
         within = np.full(m.mask.shape, offset, U64)
         if by_lane is not None:

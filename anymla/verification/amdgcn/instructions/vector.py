@@ -94,8 +94,9 @@ class Vector(Row):
                 *reads[-context.lanes // 32 :],
             ]
         if mnemonic.endswith("_dpp"):
+            keeps = lanes.keeps(context)
             run = lanes.enabled(run, context)
-            reads = [*reads, *writes]
+            reads = [*reads, *writes] if keeps else reads
         lower = [
             register
             for operand, kind in zip(sources, spec.sources, strict=True)
