@@ -15,6 +15,38 @@ DENSE = [name for name, row in presets.PRESETS.items() if not row.sparse]
 SPARSE = [name for name, row in presets.PRESETS.items() if row.sparse]
 PROMPTS = ("a first prompt, the longest one of all", "short", "neither long nor short")
 
+INDEXED = {**presets.PRESETS["tiny-axk2"].config, "n_group": 1, "topk_group": 1}
+LARGER = {
+    "MistralLarge4ForConditionalGeneration": (
+        {
+            **INDEXED,
+            "num_hidden_layers": 5,
+            "no_rope_layers": [1, 0, 1, 0, 1],
+            "kv_source_layers": [0, 1, 0, 1, 4],
+            "indexer_types": ["full", "full", "shared", "full", "shared"],
+        },
+        {"model_type": "pixtral", "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 14}
+        | dict.fromkeys(("hidden_size", "intermediate_size"), 32),
+    ),
+    "Glm5NextForConditionalGeneration": (
+        {
+            **INDEXED,
+            "num_hidden_layers": 4,
+            "qk_rope_head_dim": 0,
+            "layer_types": ["linear_attention", *["deepseek_sparse_attention"] * 3],
+            "indexer_types": ["full", "full", "shared", "full"],
+            "mlp_layer_types": ["dense", "dense", "sparse", "sparse"],
+            "index_kpool": 4,
+            "linear_head_dim": 16,
+            "linear_num_heads": 4,
+            "hc_mult": 2,
+        },
+        {"depth": 1, "num_heads": 2, "image_size": 28, "patch_size": 14, "out_hidden_size": 64}
+        | dict.fromkeys(("hidden_size", "intermediate_size", "projection_intermediate_size"), 32),
+    ),
+}
+"""Text models with indexers that exist only inside models that see as well: their text and vision configs."""
+
 _allocate = KVCache.allocate.__func__
 
 
@@ -45,6 +77,24 @@ def build(name: str, **changes):
             f"{presets.PRESETS[name].model_class} is newer than transformers {transformers.__version__}"
         )
     return presets.build(name, **changes)
+
+
+def larger(name, **changes):
+    """A tiny model of that class, its pools weighted and its index heads of one sign."""
+    if not hasattr(transformers, name):
+        pytest.skip(f"{name} is newer than transformers {transformers.__version__}")
+    kind = getattr(transformers, name)
+    text, vision = LARGER[name]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = kind(kind.config_class(text_config={**text, **changes}, vision_config=vision)).eval()
+        for parameter_name, parameter in model.named_parameters():
+            if "kpool" in parameter_name:
+                parameter.data.normal_()
+            elif parameter_name.endswith("indexer.weights_proj.weight"):
+                parameter.data.abs_()
+    model.generation_config.eos_token_id = None
+    return model
 
 
 def eager(model):

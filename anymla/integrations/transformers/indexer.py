@@ -39,9 +39,11 @@ def run(site: LatentSite, forward: Callable[..., Tensor], *args: Any, **kwargs: 
     """
     # transformers 5.24 renamed the argument.
     name = next(name for name in ("cache", "past_key_values") if name in kwargs)
-    if site.pool_size:
-        return _pooled(site, cache=kwargs[name], **{k: v for k, v in kwargs.items() if k != name})
-    return forward(*args, **{**kwargs, name: _Recorder(site, kwargs[name])})
+    cache = kwargs.pop(name)
+    with torch.no_grad():
+        if site.pool_size:
+            return _pooled(site, cache, **kwargs)
+        return forward(*args, **kwargs, **{name: _Recorder(site, cache)})
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class _Recorder:
 
     def update_indexer(self, keys: Tensor, layer_idx: int) -> "IndexScores":
         """Take the new keys [B, q, D]."""
-        return IndexScores(self.site, self.cache, keys.detach())
+        return IndexScores(self.site, self.cache, keys)
 
 
 class Choice(NamedTuple):
@@ -101,6 +103,10 @@ class IndexScores:
             return scores._then("relu", scores.queries is not None and scores.weights is None, is_cut=True)
         raise _refusal(getattr(function, "__name__", function))
 
+    def __getattr__(self, name: str) -> Any:
+        """Refuse what is not asked of a score."""
+        raise AttributeError(name) if name.startswith("__") else _refusal(name)
+
     @property
     def shape(self) -> torch.Size:
         """[B, q, tokens], of scores."""
@@ -146,9 +152,8 @@ class IndexScores:
         """Store the keys, and choose."""
         if self.queries is None or not self.is_cut or self.weights is None or dim != -1:
             raise _refusal("topk")
-        with torch.no_grad():
-            pages = _begin(self.site, self.cache, self.keys, self.mask)
-            return Choice(_chosen(pages, self.queries, self.keys, self.weights * self.scale, k))
+        pages = _begin(self.site, self.cache, self.keys, self.mask)
+        return Choice(_chosen(pages, self.queries, self.keys, self.weights * self.scale, k))
 
     def _times(self, other: Tensor) -> "IndexScores":
         if self.queries is None:
@@ -295,7 +300,7 @@ def _pooled(
     )
     pages = _begin(site, cache, keys, attention_mask)
     step, (num_seqs, new, width) = pages.step, keys.shape
-    own = _rows(states.detach().flatten(0, 1), step.rows)
+    own = _rows(states.flatten(0, 1), step.rows)
     name = canonical_name(str(own.dtype))
     tokens = pages.pool.store(("states", pages.index), own, own[:, :0], name, pages.pool.block_size)
     if step.batch is not None:

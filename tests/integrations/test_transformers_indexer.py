@@ -1,0 +1,296 @@
+"""Models' own indexers on our index keys: the choice of stock in every way of generating, fp8 where asked."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from hosting import (
+    LARGER,
+    PROMPTS,
+    build,
+    eager,
+    exact_logits,
+    fp64,
+    fp64_rows,
+    given,
+    greedy,
+    larger,
+    make_pages_hostile,
+    padded,
+    real_logits,
+    state,
+)
+from transformers import DynamicCache
+
+from anymla.errors import InvalidInput
+from anymla.integrations.transformers import attach, indexer
+from anymla.verification.judge import judge_tensor
+
+POOLED, NARROW = "Glm5NextForConditionalGeneration", "MistralLarge4ForConditionalGeneration"
+
+
+@pytest.fixture(autouse=True)
+def hostile_pages(monkeypatch):
+    make_pages_hostile(monkeypatch)
+
+
+def made(name, **changes):
+    """A tiny model, by preset or by class."""
+    return larger(name, **changes) if name in LARGER else build(name, **changes)
+
+
+def indexers(model):
+    """Those of a model, in order of its layers."""
+    return [module for name, module in model.named_modules() if name.endswith(".indexer")]
+
+
+class Chosen:
+    """Notes what every attached indexer chooses, call by call."""
+
+    def __init__(self, monkeypatch):
+        self.indices, run = [], indexer.run
+
+        def noting(*args, **kwargs):
+            self.indices.append(run(*args, **kwargs))
+            return self.indices[-1]
+
+        monkeypatch.setattr(indexer, "run", noting)
+
+    def impose_on(self, stock):
+        """Let the indexers of another model choose the same, and score nothing."""
+        left = iter(self.indices)
+        for module in indexers(stock):
+            # A row of fewer keys than are chosen has chosen its first.
+            module.forward = lambda *args, **kwargs: next(left).clamp(min=0)
+        return stock
+
+
+class TestKeysInFp8:
+    @pytest.mark.parametrize("power_of_two", [False, True], ids=["exact-scales", "power-of-two-scales"])
+    @pytest.mark.parametrize("index_format", ["index_k", "index_k_fnuz"])
+    @pytest.mark.parametrize("name", ["tiny-deepseek-v32", "tiny-hy-v4"])
+    def test_only_the_choice_is_rounded(self, monkeypatch, name, index_format, power_of_two):
+        model, batch = build(name), padded(PROMPTS[0])
+        chosen = Chosen(monkeypatch)
+        with attach(model, index_format=index_format, index_power_of_two=power_of_two) as attached:
+            got = real_logits(model, batch)
+            assert attached.settings.index_format == index_format
+        assert len(chosen.indices) == len(indexers(model))
+        exact = real_logits(chosen.impose_on(fp64(model)), batch)
+        noise = real_logits(chosen.impose_on(eager(model)), batch)
+        judge_tensor("logits", got, exact, noise).require_pass()
+
+    def test_a_cached_step_chooses_what_the_whole_prompt_does(self, monkeypatch):
+        model, batch = build("tiny-glm-5"), padded(PROMPTS[0])
+        chosen = Chosen(monkeypatch)
+        with attach(model, index_format="index_k", block_size=4) as attached, torch.no_grad():
+            model(**batch, use_cache=False)
+            cache, whole = attached.new_cache(), chosen.indices[:]
+            for start, end in ((0, 20), (20, 21), (21, 29), (29, 38)):
+                model(input_ids=batch["input_ids"][:, start:end], **given(cache))
+        for layer, first in enumerate(whole):
+            parts = [rows for step in chosen.indices[len(whole) + layer :: len(whole)] for rows in step[0]]
+            for row, (ours, theirs) in enumerate(zip(parts, first[0], strict=True)):
+                assert {t for t in ours.tolist() if t >= 0} == {t for t in theirs.tolist() if 0 <= t <= row}
+
+    def test_an_index_key_has_132_bytes_at_the_width_of_real_models(self):
+        model = build("tiny-deepseek-v32", index_head_dim=128)
+        plain = attach(model, index_format=None)
+        plain.detach()
+        with attach(model, index_format="index_k") as attached:
+            layers = len(attached.sites)
+            assert attached.bytes_per_token == plain.bytes_per_token - layers * (128 * 4 - 132)
+            assert attached.stock_bytes_per_token == layers * (32 + 8 + 128) * 4
+            greedy(model, padded(), new=2, **given(cache := attached.new_cache()))
+            store = cache.layers[0].pool.stores["index", 0]
+        assert store.bytes_per_token == 132 and store.tag == "anymla-kv/1 index_k L=128 R=0 block=64"
+
+    def test_bf16_models_choose_among_bf16_keys(self, monkeypatch):
+        model, batch = build("tiny-deepseek-v32", dtype=torch.bfloat16), padded(PROMPTS[0])
+        chosen = Chosen(monkeypatch)
+        with attach(model) as attached:
+            assert attached.settings.index_format == "bf16"
+            got = real_logits(model, batch)
+        exact = real_logits(chosen.impose_on(fp64(model)), batch)
+        judge_tensor("logits", got, exact, real_logits(chosen.impose_on(eager(model)), batch)).require_pass()
+
+
+class TestEveryWayOfGenerating:
+    @pytest.mark.parametrize(
+        "options",
+        [
+            pytest.param({"num_beams": 3}, id="beams"),
+            pytest.param({"cache_implementation": "static"}, id="static-cache"),
+            pytest.param({"prefill_chunk_size": 5}, id="chunked-prefill"),
+            pytest.param({"use_cache": False}, id="no-cache"),
+        ],
+    )
+    @pytest.mark.parametrize("name", [NARROW, POOLED])
+    def test_tokens_equal_stock_where_latents_are_shared_and_keys_pooled(self, name, options):
+        model, batch = made(name), padded()
+        if name == POOLED and "prefill_chunk_size" in options:
+            batch = padded(PROMPTS[0])
+        expected = greedy(eager(model), batch, new=8, **options)
+        with attach(model, block_size=4):
+            assert torch.equal(greedy(model, batch, new=8, **options), expected)
+
+    @pytest.mark.parametrize("name", ["tiny-glm-5", "tiny-hy-v4", NARROW])
+    def test_a_padded_batch_is_continued_with_padding_in_its_middle(self, name):
+        model = made(name)
+        first, later = padded(), padded("and then more", "words", "follow them on")
+        stock = eager(model)
+        with attach(model, block_size=4) as attached, torch.no_grad():
+            ours, theirs = (
+                attached.new_cache(),
+                DynamicCache(config=getattr(stock.config, "text_config", stock.config)),
+            )
+            tokens = []
+            for runner, cache in ((model, ours), (stock, theirs)):
+                runner(**first, **given(cache))
+                mask = torch.cat((first["attention_mask"], later["attention_mask"]), 1)
+                out = runner(input_ids=later["input_ids"], attention_mask=mask, **given(cache))
+                tokens.append(out.logits.argmax(-1)[later["attention_mask"].bool()])
+        assert torch.equal(*tokens)
+
+    @pytest.mark.parametrize("name", ["tiny-deepseek-v32", NARROW])
+    def test_repeating_reordering_selecting_and_cropping_keep_keys_with_their_tokens(self, name):
+        model, batch = made(name), padded(PROMPTS[0])
+        stock = eager(model)
+        ids = torch.tensor([[5, 6, 7, 8, 9], [8, 9, 10, 11, 12], [14, 15, 16, 17, 18]])
+        with attach(model, block_size=8) as attached, torch.no_grad():
+            cache = attached.new_cache()
+            model(**batch, **given(cache))
+            cache.batch_repeat_interleave(3)
+            model(input_ids=ids, **given(cache))
+            cache.crop(-3)
+            cache.reorder_cache(torch.tensor([2, 0, 0]))
+            got = model(input_ids=ids, **given(cache)).logits
+            prompt = batch["input_ids"].expand(3, -1)
+            expected = stock(input_ids=torch.cat((prompt, ids[[2, 0, 0], :2], ids), 1)).logits[:, -5:]
+        assert torch.equal(got.argmax(-1), expected.argmax(-1))
+
+    def test_hidden_tokens_at_the_end_see_what_is_stored_before_them(self):
+        model, batch = build("tiny-deepseek-v32"), padded(PROMPTS[0])
+        right = {key: torch.cat((value, value[:, :2]), 1) for key, value in batch.items()}
+        right["attention_mask"][:, -2:] = 0
+        with attach(model, block_size=4), torch.no_grad():
+            got = model(**right).logits
+        right["attention_mask"][:] = 1
+        stock, exact = eager(model)(**right).logits.detach(), fp64_rows(model, right)
+        judge_tensor("logits", *(rows[:, :-2] for rows in (got, exact, stock))).require_pass()
+        assert got.isfinite().all()
+
+
+class TestPools:
+    def test_logits_stay_within_the_budget_of_the_judge(self):
+        model, batch = larger(POOLED), padded(PROMPTS[0])
+        reference = exact_logits(model, batch)
+        with attach(model, block_size=4):
+            got = real_logits(model, batch)
+        judge_tensor("logits", got, reference, real_logits(eager(model), batch)).require_pass()
+
+    @pytest.mark.parametrize("select_tail", [True, False], ids=["with-tail", "without-tail"])
+    def test_the_pools_are_those_that_the_model_chooses(self, select_tail):
+        model = larger(POOLED, index_kpool_always_select_tail=select_tail)
+        module = indexers(model)[0]
+        draw = torch.Generator().manual_seed(0)
+        states = {
+            "hidden_states": torch.randn(3, 38, 64, generator=draw),
+            "q_resid": torch.randn(3, 38, 24, generator=draw),
+            "attention_mask": torch.arange(38) >= torch.tensor([[0], [7], [33]]),
+            **given(None),
+        }
+        stock = module(**states)
+        with attach(model, block_size=8):
+            ours = module(**states)
+        for row, (got, right) in enumerate(
+            zip(ours.flatten(0, 1).tolist(), stock.flatten(0, 1).tolist(), strict=True)
+        ):
+            assert sorted(t for t in got if t >= 0) == sorted(t for t in right if t >= 0), row
+            assert len(got) == len(right) == 16 + 3 * select_tail
+
+    def test_a_pool_that_a_crop_opens_again_gets_the_key_of_its_new_tokens(self):
+        model = larger(POOLED)
+        module = next(m for m in model.modules() if type(m).__name__ == "Glm5NextTextAttention")
+        hidden = torch.randn(1, 38, 64, generator=torch.Generator().manual_seed(0))
+
+        def keys(cache, start, end, states):
+            with torch.no_grad():
+                mask = torch.ones(1, end - start, dtype=torch.bool)
+                module(states[:, start:end], attention_mask=mask, **given(cache))
+            pool = cache.layers[module.layer_idx].pool
+            table, size = pool.tables[0], module.indexer.index_kpool
+            store = pool.stores["index", module.layer_idx]
+            rows = torch.arange(pool.lengths[0] // size)
+            per_page = pool.block_size // size
+            return store.read(torch.tensor(table)[rows // per_page] * per_page + rows % per_page)
+
+        with attach(model, block_size=8) as attached:
+            cropped, fresh = attached.new_cache(), attached.new_cache()
+            for cache in (cropped, fresh):
+                # Only this layer runs, so it leads its pages.
+                cache.layers[module.layer_idx].leads = True
+            other = hidden.clone()
+            other[:, 22:] = 1.0
+            keys(cropped, 0, 38, other)
+            cropped.layers[module.layer_idx].crop(-16)
+            assert torch.equal(keys(cropped, 22, 38, hidden), keys(fresh, 0, 38, hidden))
+
+    def test_pages_must_hold_whole_pools(self):
+        model = larger(POOLED)
+        before = state(model)
+        with pytest.raises(
+            InvalidInput, match="block_size got 6; needs a multiple of 4, the tokens that share"
+        ):
+            attach(model, block_size=6)
+        assert state(model) == before
+        with attach(model, block_size=6, index_format=None):
+            pass
+
+
+class TestLeftToTheModel:
+    @pytest.mark.parametrize("name", ["tiny-deepseek-v32", "tiny-glm-5", NARROW, POOLED])
+    def test_its_indexer_scores_and_the_tokens_are_the_same(self, name):
+        model, batch = made(name), padded()
+        expected = greedy(eager(model), batch, new=6)
+        with attach(model, index_format=None, block_size=8) as attached:
+            assert torch.equal(greedy(model, batch, new=6), expected)
+            assert not attached.settings.calls["indexed"] and attached.settings.calls["sparse"]
+            assert all(choice.problem.op != "index_topk" for choice in attached.choices)
+
+    @pytest.mark.parametrize(
+        ("other", "call"),
+        [
+            (lambda q, k: q @ k.transpose(-1, -2).unsqueeze(1) @ q, "matmul"),
+            (lambda q, k: torch.matmul(q, k.transpose(-1, -2).unsqueeze(1)).sigmoid(), "sigmoid"),
+            (lambda q, k: torch.matmul(q, k.transpose(-1, -2).unsqueeze(1)) * -1.0, "mul"),
+            (lambda q, k: torch.nn.functional.relu(k), "relu"),
+            (lambda q, k: torch.nn.functional.gelu(k), "gelu"),
+            (lambda q, k: k.transpose(0, 1), "transpose"),
+            (lambda q, k: k.topk(3, dim=-1), "topk"),
+        ],
+        ids=["not-cut", "sigmoid", "negative", "relu-of-keys", "gelu", "transposed", "no-score"],
+    )
+    def test_an_indexer_that_scores_in_another_way_is_refused(self, other, call):
+        model, batch = build("tiny-deepseek-v32"), padded()
+
+        def forward(hidden, *args, **kwargs):
+            (cache,) = kwargs.values()
+            keys = cache.update_indexer(torch.ones(*hidden.shape[:2], 16), 0)
+            return other(torch.ones(*hidden.shape[:2], 16, 16), keys)
+
+        for module in indexers(model):
+            module.forward = forward
+        with attach(model), pytest.raises(InvalidInput, match=f"scores got {call}; needs sum over heads"):
+            model(**batch)
+
+    @pytest.mark.parametrize("index_format", ["fp8_e4m3fn", "int4", "fp8_ds_mla"])
+    def test_a_format_that_index_keys_do_not_have_is_refused(self, index_format):
+        with pytest.raises(InvalidInput, match=f"got '{index_format}'; needs None, auto or bf16"):
+            attach(build("tiny-deepseek-v32"), index_format=index_format)
+
+    def test_keys_too_narrow_for_their_format_are_refused(self):
+        model = build("tiny-deepseek-v32", index_head_dim=10)
+        with pytest.raises(InvalidInput, match="kv_lora_rank got 10; needs a multiple of 4 for index_k"):
+            attach(model, index_format="index_k")
