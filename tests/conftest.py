@@ -1,4 +1,4 @@
-"""Fresh memory is poisoned, so a row that a kernel does not write is seen."""
+"""Fresh memory is poisoned, so a row that a kernel does not write is seen; and a machine quick to measure."""
 
 import os
 from collections.abc import Iterator
@@ -29,3 +29,17 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, allocate in _FRESH.items():
         monkeypatch.setattr(torch, name, _poisoned(allocate))
     yield
+
+
+@pytest.fixture
+def small_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ceilings of copies and products that take no time."""
+    from anymla.benchmarking import run, timing
+
+    monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 1 << 16})
+    monkeypatch.setattr(timing, "PRODUCT_SIZE", {"cpu": 32})
+    run.ceilings.cache_clear()
+    run._copy_bandwidth.cache_clear()
+    yield
+    run.ceilings.cache_clear()
+    run._copy_bandwidth.cache_clear()

@@ -1,25 +1,17 @@
-"""Small workloads on the CPU, and ceilings that take no time."""
+"""Small workloads on the CPU."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from anymla.benchmarking import run, timing
 from anymla.benchmarking.workloads import Workload, workloads
 
 
 @pytest.fixture(autouse=True)
-def small_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Copies and products that take no time."""
-    monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 1 << 16})
-    monkeypatch.setattr(timing, "PRODUCT_SIZE", {"cpu": 32})
-    run.ceilings.cache_clear()
-    run._copy_bandwidth.cache_clear()
-    yield
-    run.ceilings.cache_clear()
-    run._copy_bandwidth.cache_clear()
+def every_test_is_on_a(small_machine: None) -> None:
+    """No test here measures this machine."""
 
 
 @pytest.fixture

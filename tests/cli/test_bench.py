@@ -1,14 +1,13 @@
 """`anymla bench` times what it has just verified, and nothing else."""
 
 import json
-from collections.abc import Iterator
 
 import pytest
 import torch
 from typer.testing import CliRunner, Result
 
 from anymla.backends import cpu_mla
-from anymla.benchmarking import run, sample, timing
+from anymla.benchmarking import run, sample
 from anymla.benchmarking.timing import Timing, time_in_turns
 from anymla.benchmarking.workloads import workloads
 from anymla.cli import app
@@ -17,16 +16,7 @@ CPU = torch.device("cpu")
 SMALL = ("--tp", "128", "--batch", "2", "--context", "70", "--repeats", "3")
 
 
-@pytest.fixture(autouse=True)
-def small_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Copies and products that take no time."""
-    monkeypatch.setattr(timing, "COPY_BYTES", {"cpu": 1 << 16})
-    monkeypatch.setattr(timing, "PRODUCT_SIZE", {"cpu": 32})
-    run.ceilings.cache_clear()
-    run._copy_bandwidth.cache_clear()
-    yield
-    run.ceilings.cache_clear()
-    run._copy_bandwidth.cache_clear()
+pytestmark = pytest.mark.usefixtures("small_machine")
 
 
 def bench(*arguments: str) -> Result:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from typer.testing import CliRunner
 
 from anymla.cli import app
@@ -82,6 +83,17 @@ class TestRight:
         assert found["check"]["passed"] and found["check"]["tokens_match"]
         assert 0 <= found["check"]["budget_share"] <= 1
         assert len(found["tokens"]) == 24
+
+    @pytest.mark.parametrize("preset", ["tiny-deepseek-v32", "tiny-glm-5", "tiny-hy-v4"])
+    def test_so_it_is_where_a_token_attends_to_fewer_keys_than_there_are(self, preset: str) -> None:
+        if not hasattr(transformers, presets.PRESETS[preset].model_class):
+            pytest.skip(f"{preset} is newer than transformers {transformers.__version__}")
+        options = ("--preset", preset, "--max-new-tokens", 24, "--check")
+        found = report(*options, prompt="more tokens than are chosen")
+        assert presets.PRESETS[preset].config["index_topk"] < len("more tokens than are chosen")
+        assert found["check"]["passed"] and found["check"]["tokens_match"]
+        assert 0 <= found["check"]["budget_share"] <= 1
+        assert all(f"cpu serves this {op}" in found["why"] for op in ("sparse decode", "index topk"))
 
     def test_the_report_has_every_field(self) -> None:
         found = report("--preset", PRESET, "--max-new-tokens", 5, "--check")
