@@ -69,15 +69,18 @@ class Definedness:
     Attributes:
         defined: [registers, waves] uint64, a bit a lane.
         partial: Registers of which a lane of some wave is not defined. All others need no look.
+        follows: Whether anything is; else all counts as written.
     """
 
-    def __init__(self, registers: int, waves: int, lanes: int) -> None:
-        self.all = np.uint64((1 << lanes) - 1)
+    def __init__(self, registers: int, waves: int, lanes: int, follows: bool = True) -> None:
+        self.all, self.follows = np.uint64((1 << lanes) - 1), follows
         self.defined = np.zeros((registers, waves), np.uint64)
-        self.partial = set(range(registers))
+        self.partial = set(range(registers)) if follows else set()
 
     def write(self, register: int, at: Any, lanes: Array, undefined: Array | None = None) -> None:
         """Note that `lanes` (uint64 masks, one a wave of `at`) were written, some with undefined values."""
+        if not self.follows:
+            return
         row = self.defined[register]
         known = row[at] | lanes
         row[at] = known if undefined is None else known & ~(undefined & lanes)

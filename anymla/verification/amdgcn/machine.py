@@ -25,7 +25,8 @@ SCALARS = 256
 ORDERS = ("lockstep", "forward", "reverse", "clock")
 """lockstep: all waves together. forward, reverse: wave by wave of a workgroup, each up to its next barrier.
 clock: by a crude clock, for hand-written code that reuses LDS without a barrier because the readers are long
-done; a race is then a note, since what depends on the clock is undecided."""
+done, or a register because its load is; that is then a note, since what depends on the clock is undecided. What
+was never written starts as NaN there too, but is not followed: such code lets lanes compute that nobody reads."""
 
 MOST_STEPS = 20_000_000
 """Steps of groups of waves after which a kernel is said not to end: minutes."""
@@ -202,7 +203,7 @@ class Machine:
         self.scalars = np.full((128, self.num_waves), GARBAGE, U32)
         self.scc_of = np.zeros(self.num_waves, bool)
         self.mode = np.zeros(self.num_waves, U32)
-        self.defined = Definedness(SCALARS + launch.vectors, self.num_waves, self.lanes)
+        self.defined = Definedness(SCALARS + launch.vectors, self.num_waves, self.lanes, order != "clock")
         self.shared = SharedMemory(len(workgroups), shared_bytes)
         self.scratch = np.full((self.num_waves, self.lanes, launch.scratch // 4), GARBAGE, U32)
         self.journal = Journal(self.shared.num_bytes, self.wave_of)
@@ -520,7 +521,9 @@ class Machine:
                 early -= set(step.writes).difference(step.reads, step.trusts)
             if early:
                 what = f"{self._named(min(early))} is used before its load was waited for"
-                raise self.fault(what, int(self.waves[0]))
+                if self.order != "clock":
+                    raise self.fault(what, int(self.waves[0]))
+                self.notes.add(f"undecided: line {step.instruction.line} `{step.instruction.text}`: {what}")
 
     def _watch(self, step: Step) -> None:
         """Follow what is not defined through one step, before it is executed."""
