@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 import anymla
 from anymla import reference
 from anymla.backends import cpu_mla
-from anymla.backends.cpu_mla import expanded
+from anymla.backends.cpu_mla import expanded, topk
 from anymla.backends.cpu_mla.tiles import TILE
 from anymla.kv_cache import KV_FORMATS, KVCache
 from anymla.verification import eager, inputs
@@ -520,6 +520,61 @@ class TestTopk:
         keys = torch.zeros(7, 4)
         keys[:, 0] = torch.tensor([math.nan, math.inf, 1.0, math.nan, math.inf, 3.0, 0.0])
         assert self.topk(keys, 9, -torch.ones(1, 1)) == [6, 2, 5, 1, 4, 0, 3, -1, -1]
+
+    @pytest.mark.parametrize("power_of_two", [False, True], ids=["exact-scales", "power-of-two-scales"])
+    @pytest.mark.parametrize("kv_format", ["index_k", "index_k_fnuz"])
+    def test_fp8_queries_and_keys_of_verify_blocks(self, kv_format: str, power_of_two: bool):
+        case = inputs.index_inputs(5, 64, (90, 8, 33, 0, 70), (1, 8, 2, 0, 5), 12, exact=False)
+        q, weights, plain = case.tensors
+        cache = KVCache.allocate(
+            plain.num_blocks, plain.block_size, kv_lora_rank=64, qk_rope_head_dim=0, kv_format=kv_format
+        )
+        slots = torch.arange(plain.num_blocks * plain.block_size)
+        cache.write(plain.read(slots), torch.empty(len(slots), 0), slots, power_of_two=power_of_two)
+        q, weights = anymla.quantise_queries(q, weights, kv_format=kv_format, power_of_two=power_of_two)
+        options = {name: value for name, value in case.options.items() if name != "topk"}
+        judge_topk(
+            anymla.index_topk(q, weights, cache, topk=12, **options),
+            reference.index_topk(q, weights, cache, topk=12, **options),
+            reference.index_logits(q, weights, cache, **options),
+            eager.index_logits(q, weights, cache, **options),
+        ).require_pass()
+
+    def test_a_prompt_is_chosen_for_in_parts_where_memory_is_short(self, monkeypatch: pytest.MonkeyPatch):
+        case = inputs.index_inputs(2, 32, (300, 40), (200, 9), 20)
+        whole = anymla.index_topk(*case.tensors, **case.options)
+        monkeypatch.setattr(topk, "RANKS_BYTES", 8 * 300 * 7)
+        sizes = []
+        rank = topk._rank
+        monkeypatch.setattr(topk, "_rank", lambda *a: sizes.append(a[4] - a[3]) or rank(*a))
+        assert torch.equal(anymla.index_topk(*case.tensors, **case.options), whole)
+        assert max(sizes) == 7 and sum(sizes) == 209
+
+    @pytest.mark.parametrize("count", [1, 4096])
+    def test_a_million_tokens_are_chosen_from_in_bounded_memory(self, count: int):
+        length = 1_000_000
+        draw = torch.Generator().manual_seed(count)
+        keys = torch.randint(-3, 4, (length // 64, 64, 1), generator=draw).float()
+        q, table = torch.ones(8, 1, 1), torch.arange(length // 64, dtype=torch.int32)[None]
+        step = {"block_table": table, "seq_lens": ints(length), "qo_indptr": ints(0, 8), "topk": count}
+        with Allocations() as seen:
+            got = anymla.index_topk(q, torch.ones(8, 1), keys, **step, kv_format="fp32")
+        # torch.topk of one row has an index a value of its own.
+        assert max(size for _, size in seen.large) <= topk.RANKS_BYTES
+        logits = keys.flatten().relu()
+        for row in (0, 7):
+            # Equal logits in order of their tokens, which is what a stable sort keeps.
+            right = logits[: length - 7 + row].sort(descending=True, stable=True).indices[:count]
+            assert torch.equal(got[row].long(), right)
+
+    def test_nothing_is_written_beside_the_rows(self):
+        case = inputs.index_inputs(2, 32, (30, 0, 4), (3, 1, 2), 6)
+        wide = torch.full((case.num_rows + 2, 9), -7, dtype=torch.int32)
+        out = wide[1:-1, 1:7]
+        anymla.index_topk(*case.tensors, **case.options, out=out)
+        assert torch.equal(out, anymla.index_topk(*case.tensors, **case.options))
+        wide[1:-1, 1:7] = -7
+        assert bool((wide == -7).all())
 
     def test_logits_far_apart_keep_their_order(self):
         keys = torch.zeros(6, 4)

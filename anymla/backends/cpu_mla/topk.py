@@ -14,6 +14,9 @@ from anymla.problem import Problem
 ROWS = 512
 """Query rows (tokens × index heads) worked on at a time, unless one token has more."""
 
+RANKS_BYTES = 64 << 20
+"""Ranks that exist at a time, unless one token has more."""
+
 INT32_MAX = torch.iinfo(torch.int32).max
 NAN_RANK = torch.iinfo(torch.int32).min + 1
 """Below that of -inf, and far enough from the end of int64 to subtract a token from 2**32 times it."""
@@ -63,7 +66,8 @@ def plan_index_topk(batch: Batch, problem: Problem, machine: Machine, knobs: Map
         The state that `index_topk` takes, for any number of layers.
     """
     heads, width = problem.num_heads, problem.kv_lora_rank
-    tokens = min(max(1, ROWS // heads), batch.max_q_len)
+    tokens = min(ROWS // heads, RANKS_BYTES // (8 * max(1, batch.max_seq_len)), batch.max_q_len)
+    tokens = max(1, tokens)
     return IndexState(
         batch,
         tokens,
