@@ -11,8 +11,8 @@ from torch import Tensor
 
 from anymla import fp8
 from anymla.errors import Reasons
+from anymla.kv_formats import FOREIGN_FORMATS, NAME_OF_DTYPE, SHUFFLE, row_named
 from anymla.kv_formats import KV_FORMATS as KV_FORMATS
-from anymla.kv_formats import NAME_OF_DTYPE, row_named
 from anymla.kv_formats import DequantScratch as DequantScratch
 from anymla.kv_formats import KVFormat as KVFormat
 from anymla.kv_formats import Tag as Tag
@@ -105,7 +105,7 @@ class KVCache:
         if row is not None:
             target = torch.empty(0, device=device).device
             scale = _checked_scale(reasons, row, scale, target, check=False)
-            if refusal := row.refusal(kv_lora_rank, qk_rope_head_dim):
+            if refusal := row.refusal(kv_lora_rank, qk_rope_head_dim, block_size):
                 reasons.found.append(refusal)
         reasons.raise_if_any()
         assert row is not None and not isinstance(scale, float)
@@ -175,8 +175,12 @@ class KVCache:
         page, position = self._places(slots)
         if self.format.block_flat:
             values, scales = _split_flat(self.storage, self.kv_lora_rank)
-            values[page, position] = raw[:, : self.kv_lora_rank]
             scales[page, position] = raw[:, self.kv_lora_rank :]
+            if self.format.shuffled:
+                tiles = _tiles_of(values)
+                tiles[page, position // SHUFFLE, position % SHUFFLE] = _in_tiles(raw, self.kv_lora_rank)
+            else:
+                values[page, position] = raw[:, : self.kv_lora_rank]
         else:
             self.storage[page, position] = raw
 
@@ -192,8 +196,12 @@ class KVCache:
         """`gather` of tokens given as pages [n] and positions [n] in them, int64, into raw [n, row_width]."""
         if self.format.block_flat:
             values, scales = _split_flat(self.storage, self.kv_lora_rank)
-            _take(values, page, position, raw[:, : self.kv_lora_rank])
             _take(scales, page, position, raw[:, self.kv_lora_rank :])
+            if self.format.shuffled:
+                tiles = _tiles_of(values)[page, position // SHUFFLE, position % SHUFFLE]
+                _in_tiles(raw, self.kv_lora_rank).copy_(tiles)
+            else:
+                _take(values, page, position, raw[:, : self.kv_lora_rank])
         else:
             _take(self.storage, page, position, raw)
 
@@ -229,6 +237,7 @@ class KVCache:
         """
         if self.format.block_flat:
             values, scales = _split_flat(pages, self.kv_lora_rank)
+            values = _tiles_of(values).reshape(values.shape) if self.format.shuffled else values
             self._write_fp8(values, scales.view(torch.float32), out, scratch)
         else:
             self.dequantise(pages.flatten(0, 1), out.view(-1, self.width), scratch)
@@ -280,7 +289,8 @@ def open_cache(
             reasons.need(value == getattr(told, name), name, value, f"{getattr(told, name)}, from the tag")
     if row is not None:
         scale = _checked_scale(reasons, row, scale, data.device, check=check)
-        if refusal := row.refusal(kv_lora_rank, qk_rope_head_dim):
+        tokens = data.shape[1] if data.dim() == 3 else None
+        if refusal := row.refusal(kv_lora_rank, qk_rope_head_dim, tokens):
             reasons.found.append(refusal)
         else:
             _check_layout(reasons, data, row, row.row_width(kv_lora_rank, qk_rope_head_dim))
@@ -316,6 +326,8 @@ def convert(cache: KVCache, kv_format: str, *, scale: Tensor | float | None = No
     assert target is not None
     flavours = {source.value_dtype, target.value_dtype}
     twins = scale is None and source.tile == target.tile and flavours == {*fp8.FLAVOURS}
+    # The same rows, in another order.
+    moved = bool(source.tile) and source.tile == target.tile and len(flavours) == 1
     factor = 2.0 if target.value_dtype == fp8.FNUZ else 1.0
     if twins and cache.scale is not None:
         scale = cache.scale * factor
@@ -326,7 +338,9 @@ def convert(cache: KVCache, kv_format: str, *, scale: Tensor | float | None = No
     num_slots, step = cache.num_blocks * cache.block_size, max(1, _CONVERTED_AT_ONCE // cache.width)
     for start in range(0, num_slots, step):
         slots = torch.arange(start, min(start + step, num_slots), device=cache.device)
-        if twins:
+        if moved:
+            result.scatter(cache.gather(slots), slots)
+        elif twins:
             raw = cache.gather(slots)
             _recode(raw, source, target, width if target.tile else cache.width, factor)
             result.scatter(raw, slots)
@@ -388,7 +402,7 @@ def _row_of(
         if named is not None and named is not target:
             wanted = f"{told.kv_format}, from the tag, or convert_to={named.name!r}"
             reasons.need(named.name == told.kv_format, "kv_format", named.name, wanted)
-        return KV_FORMATS[told.kv_format]
+        return (KV_FORMATS | FOREIGN_FORMATS)[told.kv_format]
     if kv_format is not None:
         return named
     got = f"None, with data of {_word(data.dtype)}"
@@ -474,6 +488,19 @@ def _split_flat(pages: Tensor, width: int) -> tuple[Tensor, Tensor]:
     values = pages.as_strided((count, size, width), (page, width, 1))
     scales = pages.as_strided((count, size, 4), (page, 4, 1), pages.storage_offset() + size * width)
     return values, scales
+
+
+def _tiles_of(values: Tensor) -> Tensor:
+    """Shuffled values [p, n, width] as [p, n / 16, 16 tokens, width / 16, 16 values], a view."""
+    count, size, width = values.shape
+    shape = count, size // SHUFFLE, SHUFFLE, width // SHUFFLE, SHUFFLE
+    strides = values.stride(0), SHUFFLE * width, SHUFFLE, SHUFFLE * SHUFFLE, 1
+    return values.as_strided(shape, strides, values.storage_offset())
+
+
+def _in_tiles(raw: Tensor, width: int) -> Tensor:
+    """The values of rows [n, width + …] as [n, width / 16, 16], a view."""
+    return raw[:, :width].view(raw.shape[0], width // SHUFFLE, SHUFFLE)
 
 
 def _recode(raw: Tensor, source: KVFormat, target: KVFormat, num_values: int, factor: float) -> None:

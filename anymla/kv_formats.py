@@ -15,7 +15,10 @@ from torch import Tensor
 
 from anymla import fp8
 from anymla.errors import Reasons
-from anymla.problem import KV_FORMAT_NAMES, canonical_name
+from anymla.problem import FOREIGN_FORMAT_NAMES, KV_FORMAT_NAMES, canonical_name
+
+SHUFFLE = 16
+"""Tokens of a tile of shuffled values, and values of each."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,8 @@ class KVFormat:
         source: Where the layout is defined.
         tile: Latent values that share a scale in the row, -1 for all L of them, 0 for no scale in the row.
         block_flat: A page holds the values of all its tokens, then the scales of all its tokens.
+        shuffled: Those values lie in tiles of 16 tokens by 16 values, a tile after another along the tokens'
+            width, as matrix units take them; so a page has a multiple of 16 tokens.
     """
 
     name: str
@@ -39,6 +44,7 @@ class KVFormat:
     source: str
     tile: int = 0
     block_flat: bool = False
+    shuffled: bool = False
 
     @property
     def largest(self) -> float:
@@ -73,10 +79,13 @@ class KVFormat:
         tiles = self.num_tiles(kv_lora_rank)
         return DequantScratch(bits, torch.empty((num_tokens, tiles), dtype=torch.float32))
 
-    def refusal(self, kv_lora_rank: int, qk_rope_head_dim: int) -> str | None:
-        """Why this format cannot store rows of these widths, or None if it can."""
+    def refusal(self, kv_lora_rank: int, qk_rope_head_dim: int, block_size: int | None = None) -> str | None:
+        """Why this format cannot store rows of these widths (in pages of this size), or None if it can."""
         reasons = Reasons(self.name)
-        least = 4 if self.block_flat else max(self.tile, 1)
+        least = (SHUFFLE if self.shuffled else 4) if self.block_flat else max(self.tile, 1)
+        if self.shuffled and block_size is not None:
+            needs = f"a multiple of {SHUFFLE} for {self.name}"
+            reasons.need(block_size % SHUFFLE == 0, "block_size", block_size, needs)
         fits = kv_lora_rank >= 1 and kv_lora_rank % least == 0
         needs = f"a multiple of {least} for {self.name}" if least > 1 else "at least 1"
         reasons.need(fits, "kv_lora_rank", kv_lora_rank, needs)
@@ -98,6 +107,7 @@ def _plain(name: str, dtype: torch.dtype, source: str) -> KVFormat:
 _CONCAT = "vLLM csrc/cache_kernels.cu, concat_and_cache_mla"
 _DS_MLA = "vLLM csrc/cache_kernels.cu, concat_and_cache_ds_mla; FlashMLA README, FP8 KV cache"
 _INDEX_K = "vLLM csrc/cache_kernels.cu, indexer_k_quant_and_cache; DeepGEMM fp8_paged_mqa_logits"
+_SHUFFLED = "AITER csrc/kernels/cache_kernels.cu, indexer_k_quant_and_cache, preshuffle"
 
 KV_FORMATS = {
     row.name: row
@@ -113,9 +123,18 @@ KV_FORMATS = {
         KVFormat("index_k_fnuz", torch.uint8, fp8.FNUZ, False, _INDEX_K, tile=-1, block_flat=True),
     )
 }
-"""Every format, by name."""
+"""Every format that a backend for any chip may have, by name."""
 
-assert tuple(KV_FORMATS) == KV_FORMAT_NAMES
+FOREIGN_FORMATS = {
+    row.name: row
+    for row in (
+        KVFormat("index_k_shuffled", torch.uint8, fp8.FN, False, _SHUFFLED, -1, True, True),
+        KVFormat("index_k_shuffled_fnuz", torch.uint8, fp8.FNUZ, False, _SHUFFLED, -1, True, True),
+    )
+}
+"""Those of one library, by name."""
+
+assert tuple(KV_FORMATS) == KV_FORMAT_NAMES and tuple(FOREIGN_FORMATS) == FOREIGN_FORMAT_NAMES
 
 NAME_OF_DTYPE = {row.dtype: row.name for row in KV_FORMATS.values() if row.dtype != torch.uint8}
 """The format of which data of a dtype is, where the dtype tells."""
@@ -161,13 +180,14 @@ class Tag:
     def parse(cls, text: str) -> "Tag | None":
         """Read a tag, or None if it is none of this version or names no format."""
         match = re.fullmatch(r"anymla-kv/1 (\w+) L=(\d+) R=(\d+) block=(\d+)", text, re.ASCII)
-        if match is None or match[1] not in KV_FORMATS:
+        if match is None or match[1] not in KV_FORMATS | FOREIGN_FORMATS:
             return None
         return cls(match[1], int(match[2]), int(match[3]), int(match[4]))
 
 
 def row_named(reasons: Reasons, argument: str, name: str) -> KVFormat | None:
     """The row of that name; a bare "fp8" names none, because its flavour differs from chip to chip."""
-    row = KV_FORMATS.get(canonical_name(name, "")) if isinstance(name, str) else None
+    known = KV_FORMATS | FOREIGN_FORMATS
+    row = known.get(canonical_name(name, "")) if isinstance(name, str) else None
     reasons.need(row is not None, argument, repr(name), f"one of {', '.join(KV_FORMATS)}")
     return row

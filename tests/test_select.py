@@ -134,8 +134,8 @@ def test_not_built_yet_stands_beside_the_other_reasons(with_table) -> None:
 
 
 def test_an_operation_that_no_row_has_is_refused_with_those_of_the_whole_backend() -> None:
-    verdict = verdict_of("aiter", V3.problem("write_cache"), machine_named("gfx950"))
-    assert "op got write_cache; needs decode, sparse_decode, prefill or index_topk" in verdict.reasons
+    verdict = verdict_of("hopper", V3.problem("write_cache"), machine_named("sm90"))
+    assert "op got write_cache; needs decode or sparse_decode" in verdict.reasons
     assert verdict.nearest == ""
 
 
@@ -283,13 +283,17 @@ KNOBS = [
     ),
     (
         "gfx942",
-        model_named("glm-5").problem("index_topk", kv_format="index_k_fnuz"),
+        model_named("glm-5").problem("index_topk", q_dtype="fp8_e4m3fnuz", kv_format="index_k_fnuz"),
         {"chunk_q": 32},
     ),
-    ("gfx942", model_named("deepseek-v3.2").problem("index_topk", kv_format="index_k_fnuz"), {}),
+    (
+        "gfx942",
+        model_named("deepseek-v3.2").problem("index_topk", q_dtype="fp8_e4m3fnuz", kv_format="index_k_fnuz"),
+        {},
+    ),
 ]
-EVERYWHERE = {"finite_slot_0": 1}
-"""What every decode of AITER asks of its caller."""
+EVERYWHERE = {"decode": {"finite_slot_0": 1}, "index_topk": {"finite_keys": 1, "max_cache_gib": 2}}
+"""What every call of AITER asks of its caller."""
 
 
 @pytest.mark.parametrize(("arch", "problem", "knobs"), KNOBS, ids=lambda value: str(value)[:60])
@@ -297,7 +301,7 @@ def test_a_quirk_sets_the_named_knob_of_the_plan(
     all_built, arch: str, problem: Problem, knobs: dict[str, int]
 ) -> None:
     choice = choose(problem, machine_named(arch), "aiter")
-    expected = knobs | (EVERYWHERE if problem.op == "decode" else {})
+    expected = knobs | EVERYWHERE[problem.op]
     assert choice.knobs == expected
     assert {quirk.knob for quirk in verdict_of("aiter", problem, machine_named(arch)).quirks} == set(expected)
 

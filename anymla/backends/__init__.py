@@ -98,9 +98,6 @@ _AITER_FNUZ = replace(
 _AITER_FN = replace(
     _AITER, arch=one_of("gfx950"), q_dtype=one_of("bf16", "fp8_e4m3fn"), kv_format=one_of("fp8_e4m3fn")
 )
-_AITER_PLANNED = replace(
-    _AITER, built=False, evidence="declared", manifest="", features=offers(Feature.MULTI_TOKEN)
-)
 # It rounds queries, keys and values to fp8, so a caller has to ask for that; it gives no lse.
 _AITER_PREFILL = replace(
     _AITER,
@@ -113,14 +110,37 @@ _AITER_PREFILL = replace(
     features=offers(Feature.MULTI_TOKEN, Feature.NON_CAUSAL),
     source="AITER mla_prefill_ps_asm_fwd and mla_reduce_v1, from 0.1.10.post1: one kernel a mask, 192/128",
 )
+# Index queries have their scales in the weights, so those in bf16 would be rounded: see quantise_queries.
 _AITER_INDEX = replace(
-    _AITER_PLANNED,
+    _AITER,
     op=one_of("index_topk"),
     arch=one_of("gfx942"),
+    q_dtype=one_of("fp8_e4m3fnuz"),
     kv_format=one_of("index_k_fnuz"),
+    num_heads=pads_to(32, 64),
     kv_lora_rank=one_of(128),
     qk_rope_head_dim=one_of(0),
-    source="AITER deepgemm_fp8_paged_mqa_logits_stage1 at e4048607",
+    topk=Between(1, 4096),
+    features=offers(Feature.MULTI_TOKEN, Feature.GRAPH),
+    source="AITER deepgemm_fp8_paged_mqa_logits and its stage1 at e4048607: heads and widths of its tests",
+)
+_AITER_INDEX_SHUFFLED = replace(
+    _AITER_INDEX, kv_format=one_of("index_k_shuffled_fnuz"), block_size=one_of(64, 16, 32, 128, 256)
+)
+_AITER_WRITE = replace(
+    _AITER,
+    op=one_of("write_cache"),
+    num_heads=ANY,
+    features=NOTHING,
+    source="AITER cache_kernels.cu at e4048607, concat_and_cache_mla; of NaN in fp8 it makes a number",
+)
+_AITER_INDEX_WRITE = replace(
+    _AITER_WRITE,
+    arch=one_of("gfx942"),
+    kv_format=one_of("index_k_fnuz", "index_k_shuffled_fnuz"),
+    kv_lora_rank=one_of(128),
+    qk_rope_head_dim=one_of(0),
+    source="AITER cache_kernels.cu at e4048607, indexer_k_quant_and_cache",
 )
 
 _TRITON = Backend(
@@ -213,7 +233,14 @@ BACKENDS: tuple[Backend, ...] = (
     _AITER_FN,
     _AITER_PREFILL,
     _AITER_INDEX,
-    replace(_AITER_INDEX, arch=one_of("gfx950"), kv_format=one_of("index_k")),
+    _AITER_INDEX_SHUFFLED,
+    *(
+        replace(row, arch=one_of("gfx950"), q_dtype=one_of("fp8_e4m3fn"), kv_format=one_of(kv_format))
+        for row, kv_format in ((_AITER_INDEX, "index_k"), (_AITER_INDEX_SHUFFLED, "index_k_shuffled"))
+    ),
+    _AITER_WRITE,
+    _AITER_INDEX_WRITE,
+    replace(_AITER_INDEX_WRITE, arch=one_of("gfx950"), kv_format=one_of("index_k", "index_k_shuffled")),
     _TRITON,
     _TRITON_EMULATED,
     _TRITON_COMPILED,

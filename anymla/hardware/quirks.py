@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from anymla.problem import Feature
+from anymla.problem import FOREIGN_FORMAT_NAMES, Feature
 from anymla.rules import Between, Rule, asks, one_of
 
 
@@ -36,11 +36,11 @@ class Quirk:
     until: str = ""
 
     def is_expired(self, packages: Mapping[str, str]) -> bool:
-        """Whether the installed version, "" being the newest, no longer has the fault."""
+        """Whether the installed version, "" and "HEAD" being the newest, no longer has the fault."""
         version = packages.get(self.package)
         if not self.until or version is None:
             return False
-        return not version or _numbers(version) >= _numbers(self.until)
+        return version in ("", "HEAD") or _numbers(version) >= _numbers(self.until)
 
     def applies(self, facts: object, backend: str, arch: str, packages: Mapping[str, str]) -> bool:
         """Whether a backend has the quirk on that chip for a call with these facts."""
@@ -65,6 +65,15 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 _FP8_FNUZ = one_of("fp8_e4m3fnuz", "fp8_ds_mla_fnuz", "index_k_fnuz")
+
+_CDNA = one_of("gfx942", "gfx950")
+_INDEX_KEYS = ("index_k", "index_k_fnuz", *FOREIGN_FORMAT_NAMES)
+_PAGED_INDEX = {
+    "op": one_of("index_topk"),
+    "kv_format": one_of("index_k", "index_k_fnuz"),
+    "block_size": Between(2, 1 << 20),
+}
+"""Index keys token by token, in pages of several."""
 
 QUIRKS: tuple[Quirk, ...] = (
     Quirk(
@@ -96,11 +105,44 @@ QUIRKS: tuple[Quirk, ...] = (
     ),
     Quirk(
         backend="aiter",
-        arch=one_of("gfx942", "gfx950"),
-        when={"op": one_of("index_topk"), "num_heads": Between(1, 63)},
+        arch=_CDNA,
+        when={**_PAGED_INDEX, "num_heads": Between(1, 63)},
         knob="chunk_q",
         value="num_heads",
         source="github.com/ROCm/aiter #2563: ChunkQ 64 divides by zero with fewer index heads",
+    ),
+    Quirk(
+        backend="aiter",
+        arch=_CDNA,
+        when=_PAGED_INDEX,
+        refuse="this AITER's indexer reads pages of one token, or shuffled keys",
+        package="aiter",
+        until="0.1.20",
+        source="github.com/ROCm/aiter #4440: pages of more tokens were read as if of one",
+    ),
+    Quirk(
+        backend="aiter",
+        arch=_CDNA,
+        when={"op": one_of("index_topk")},
+        knob="max_cache_gib",
+        value=2,
+        source="github.com/ROCm/aiter #4774: logits of keys beyond 2 GiB were 0; Gluon has 32 bit offsets",
+    ),
+    Quirk(
+        backend="aiter",
+        arch=_CDNA,
+        when={"op": one_of("index_topk", "write_cache"), "kv_format": one_of(*_INDEX_KEYS)},
+        knob="finite_keys",
+        value=1,
+        source="AITER pa_mqa_logits.py: of NaN and 0 the larger is 0; cache_kernels.cu: NaN becomes -448",
+    ),
+    Quirk(
+        backend="aiter",
+        arch=_CDNA,
+        when={"op": one_of("write_cache"), "kv_format": one_of(*_INDEX_KEYS)},
+        knob="coarse_tiny_keys",
+        value=1,
+        source="AITER cache_kernels.cu: a key whose values are all below 1e-4 gets the scale of 1e-4",
     ),
 )
 

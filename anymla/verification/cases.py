@@ -243,11 +243,10 @@ def _drawn(row: Backend, op: str, count: int) -> Iterator[Case]:
     # A call of attention takes no queries in fp8, whatever a kernel may round them to.
     names = [name for name in INDEX_DTYPES if op == "index_topk" or not name.startswith("fp8")]
     decks["q_dtype"] = _Deck(rng, [name for name in names if row.q_dtype.accepts(name)])
-    if not decks["q_dtype"].values:
-        return
     decks["widths"] = offers(wide, "kv_lora_rank", "qk_rope_head_dim")
     decks["decompressed"] = offers("decompressed", "qk_nope_head_dim", "v_head_dim")
-    for seed in range(count):
+    # A row may be of something that no axis has.
+    for seed in range(count if all(deck.values for deck in decks.values()) else 0):
         facts = {axis: deck.deal() for axis, deck in decks.items()}
         rank, rope = facts.pop("widths")
         nope, width_v = facts.pop("decompressed")

@@ -245,7 +245,7 @@ PREFILL = ("mla_prefill_ps_asm_fwd", "get_ps_metadata_info_v1", "get_ps_metadata
 
 def index_logits(kv_format: str, block_size: int) -> tuple[str, tuple[str, ...]]:
     """The function that gives logits of these keys, and what it must take beside what it always does."""
-    if "tiled" in kv_format:
+    if "shuffled" in kv_format:
         return "deepgemm_fp8_paged_mqa_logits", ("Preshuffle", "KVBlockSize", "ChunkK")
     if block_size == 1:
         return "deepgemm_fp8_paged_mqa_logits", ()
@@ -255,7 +255,7 @@ def index_logits(kv_format: str, block_size: int) -> tuple[str, tuple[str, ...]]
 def cache_writer(kv_format: str) -> tuple[str, tuple[str, ...]]:
     """The function that writes this format, and what it must take beside what it always does."""
     if kv_format.startswith("index_k"):
-        return "indexer_k_quant_and_cache", ("preshuffle",) if "tiled" in kv_format else ()
+        return "indexer_k_quant_and_cache", ("preshuffle",) if "shuffled" in kv_format else ()
     return "concat_and_cache_mla", ()
 
 

@@ -1,5 +1,6 @@
 """The operations of the AITER backend, as every backend has them."""
 
+from anymla.backends.aiter_mla.cache_write import write_cache
 from anymla.backends.aiter_mla.decode import (
     decode,
     plan_decode,
@@ -7,14 +8,18 @@ from anymla.backends.aiter_mla.decode import (
     sparse_decode,
     update_decode,
 )
+from anymla.backends.aiter_mla.index import index_topk, plan_index_topk
 from anymla.backends.aiter_mla.prefill import plan_prefill, prefill
 
 __all__ = [
     "decode",
+    "index_topk",
     "plan_decode",
+    "plan_index_topk",
     "plan_prefill",
     "plan_sparse_decode",
     "prefill",
     "sparse_decode",
     "update_decode",
+    "write_cache",
 ]
