@@ -23,6 +23,9 @@ def verify(
         str, typer.Option(help="A chip of AMD to compile for; its code is executed on the emulator.")
     ] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Only a part, in a fraction of the time.")] = False,
+    rows: Annotated[
+        bool, typer.Option("--rows", help="With --machine: only calls for each launch row of each kernel.")
+    ] = False,
     fuzz: Annotated[int, typer.Option(min=0, help="Run so many random calls, not the cases.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the random calls.")] = 0,
     fuzz_case: Annotated[
@@ -49,7 +52,7 @@ def verify(
         if machine:
             from anymla.verification.amdgcn import conformance
 
-            return conformance.verify(machine, quick=quick, **shared)
+            return conformance.verify(machine, quick=quick, only_rows=rows, **shared)
         if fuzz or fuzz_case is not None:
             numbers = range(fuzz) if fuzz_case is None else [fuzz_case]
             return run.verify_random(backend, numbers, seed=seed, **shared)

@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,9 +20,10 @@ from anymla.errors import AnyMLAError, InvalidInput
 from anymla.hardware.arches import ARCHES
 from anymla.hardware.probe import Machine, this_machine
 from anymla.verification.amdgcn.driver import CHIPS, emulated
+from anymla.verification.amdgcn.rows import RowCase, check_row, row_cases, row_names, rows_taken
 from anymla.verification.cases import Case, cases
 from anymla.verification.checks import check_case
-from anymla.verification.judge import Judgement
+from anymla.verification.judge import Judgement, wrong
 from anymla.verification.run import Outcome, Progress, Report
 
 BACKEND = "triton"
@@ -64,17 +65,25 @@ def small_cases(machine: Machine, *, quick: bool = False) -> tuple[Case, ...]:
     return tuple(chosen)
 
 
-def verify(chip: str, *, quick: bool = False, processes: int = 1, progress: Progress | None = None) -> Report:
-    """Execute the matrix on the emulator, in processes of its own.
+def verify(
+    chip: str,
+    *,
+    quick: bool = False,
+    only_rows: bool = False,
+    processes: int = 1,
+    progress: Progress | None = None,
+) -> Report:
+    """Execute the matrix on the emulator, and every launch row, in processes of its own.
 
     Args:
         chip: One of CHIPS.
-        quick: See `small_cases`.
+        quick: See `small_cases` and `row_cases`.
+        only_rows: Leave the matrix out.
         processes: How many share the cases.
         progress: Told after each case.
 
     Returns:
-        The report; its extent says that it is the emulator's.
+        The report; its extent says that it is the emulator's, and how many cases took each launch row.
 
     Raises:
         InvalidInput: the chip is none that the emulator has.
@@ -82,7 +91,7 @@ def verify(chip: str, *, quick: bool = False, processes: int = 1, progress: Prog
     """
     if chip not in CHIPS:
         raise InvalidInput("verify", [f"machine got {chip!r}; needs one of {', '.join(CHIPS)}"])
-    began, lock, done = time.monotonic(), Lock(), [0]
+    began, lock, done, taken = time.monotonic(), Lock(), [0], Counter[str]()
 
     def told(total: int, what: str) -> None:
         with lock:
@@ -91,8 +100,9 @@ def verify(chip: str, *, quick: bool = False, processes: int = 1, progress: Prog
                 progress(min(done[0], total), total, what)
 
     def share(part: int) -> list[Outcome]:
-        command = [sys.executable, "-m", __package__ or "", chip, str(int(quick)), str(part), str(processes)]
-        found = []
+        how = map(int, (quick, only_rows, part, processes))
+        command = [sys.executable, "-m", __package__ or "", chip, *map(str, how)]
+        found: list[Outcome] = []
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None and child.stderr is not None
             for line in child.stdout:
@@ -101,6 +111,8 @@ def verify(chip: str, *, quick: bool = False, processes: int = 1, progress: Prog
                     told(fact["total"], fact["name"])
                     judged = Judgement(fact["share"], fact["where"], tuple(fact["reasons"]))
                     found.append(Outcome(fact["name"], fact["op"], judged))
+                    with lock:
+                        taken.update(fact["rows"])
             said = child.stderr.read()
         if child.returncode:
             last = "\n".join(said.strip().splitlines()[-8:])
@@ -109,19 +121,28 @@ def verify(chip: str, *, quick: bool = False, processes: int = 1, progress: Prog
 
     with ThreadPoolExecutor(processes) as pool:
         outcomes = [outcome for part in pool.map(share, range(processes)) for outcome in part]
+    missing = [name for name in row_names(chip) if not taken[name]]
+    outcomes += [Outcome(name, "launch row", wrong("it was never executed")) for name in missing]
     machine = Machine(chip, device_name=f"emulator of {ARCHES[chip].part}", multiprocessors=UNITS)
-    extent: dict[str, Any] = {"quick": quick, "how": HOW}
+    extent: dict[str, Any] = {"quick": quick, "how": HOW, "launch_rows": dict(sorted(taken.items()))}
+    extent = {"only": "launch rows", **extent} if only_rows else extent
     return Report(BACKEND, machine, extent, tuple(outcomes), (), time.monotonic() - began)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """One process: chip, whether quick, which part of how many; prints a line of JSON for each case."""
-    chip, quick, part, parts = arguments
+    """One process: chip, whether quick, whether rows alone, which part of how many; a line of JSON a case."""
+    chip, (quick, only_rows, part, parts) = arguments[0], map(int, arguments[1:])
     torch.set_num_threads(1)
-    with emulated(chip, orders=("lockstep", "reverse"), units=UNITS):
+    with emulated(chip, orders=("lockstep", "reverse"), units=UNITS) as emulator:
         machine, device = this_machine(torch.device("cpu")), torch.device("cpu")
-        found = small_cases(machine, quick=bool(int(quick)))
-        for case in found[int(part) :: int(parts)]:
-            judged = check_case(case, BACKEND, machine, device)
-            fact = {"name": case.id, "op": case.problem.op, "total": len(found), "share": judged.share}
-            print(json.dumps({**fact, "where": judged.where, "reasons": judged.reasons}), flush=True)
+        found: list[Case | RowCase] = [] if only_rows else [*small_cases(machine, quick=bool(quick))]
+        found += row_cases(machine, quick=bool(quick))
+        for item in found[part::parts]:
+            emulator.launches.clear()
+            if isinstance(item, RowCase):
+                case, judged = item.case, check_row(item, BACKEND, machine, emulator)
+            else:
+                case, judged = item, check_case(item, BACKEND, machine, device)
+            fact = {"name": item.id, "op": case.problem.op, "total": len(found), "share": judged.share}
+            fact |= {"where": judged.where, "reasons": judged.reasons}
+            print(json.dumps({**fact, "rows": sorted(rows_taken(emulator.launches, chip))}), flush=True)

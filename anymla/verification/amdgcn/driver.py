@@ -48,6 +48,8 @@ class Launched:
         grid: Workgroups along x, y, z.
         shared_bytes: LDS of a workgroup.
         num_warps: Waves of a workgroup.
+        num_stages: As it was compiled.
+        source: What it was compiled from, as Triton keeps it.
         executed: How many waves executed each mnemonic.
         notes: What is undecided.
     """
@@ -56,6 +58,8 @@ class Launched:
     grid: tuple[int, ...]
     shared_bytes: int
     num_warps: int
+    num_stages: int
+    source: Any
     executed: Mapping[str, int]
     notes: tuple[str, ...]
 
@@ -96,7 +100,7 @@ class Emulator:
 
     def launcher_cls(self, source: Any, metadata: Any) -> "Launcher":
         """The launcher of the kernel that Triton is about to load."""
-        return Launcher(self.assembly, source.signature, metadata)
+        return Launcher(self.assembly, source, metadata)
 
     def get_current_target(self) -> Any:
         """What to compile for."""
@@ -147,8 +151,8 @@ class Emulator:
 class Launcher:
     """Runs one kernel on the emulator that is then active."""
 
-    def __init__(self, assembly: str, signature: Mapping[str, str], metadata: Any) -> None:
-        self.assembly, self.signature, self.metadata = assembly, signature, metadata
+    def __init__(self, assembly: str, source: Any, metadata: Any) -> None:
+        self.assembly, self.source, self.metadata = assembly, source, metadata
 
     def __call__(
         self, x: int, y: int, z: int, stream: int, function: int, packed_metadata: Any, launch_metadata: Any,
@@ -158,7 +162,8 @@ class Launcher:
         import triton
 
         emulator: Emulator = triton.runtime.driver.active
-        given = [(k, v) for k, v in zip(self.signature.values(), arguments, strict=True) if k != "constexpr"]
+        kinds = self.source.signature.values()
+        given = [(k, v) for k, v in zip(kinds, arguments, strict=True) if k != "constexpr"]
         if not emulator.execute:
             self._note(emulator, (x, y, z), [])
             return
@@ -194,8 +199,9 @@ class Launcher:
             for step, count in zip(machine.launch.steps, machine.counts, strict=True):
                 executed[step.instruction.mnemonic] += count
         notes = tuple(sorted({note for machine in machines for note in machine.notes}))
-        name, shared, warps = self.metadata.name, self.metadata.shared, self.metadata.num_warps
-        emulator.launches.append(Launched(name, grid, shared, warps, dict(executed), notes))
+        made = self.metadata
+        how = made.name, grid, made.shared, made.num_warps, made.num_stages, self.source
+        emulator.launches.append(Launched(*how, dict(executed), notes))
 
 
 def _storages(given: Sequence[tuple[str, Any]]) -> dict[int, NDArray[Any]]:

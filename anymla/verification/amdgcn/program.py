@@ -65,10 +65,11 @@ class Program:
         launch = Launch(text.name, steps, leaders, vectors, lanes, scratch, LIMITS[lanes])
         return cls(chip, text, launch)
 
-    def without(self, index: int) -> "Program":
-        """The program with nothing in the place of an instruction."""
+    def without(self, *indices: int) -> "Program":
+        """The program with nothing in the places of some instructions."""
         steps = list(self.launch.steps)
-        steps[index] = Step(_nothing, steps[index].instruction, spread="")
+        for index in indices:
+            steps[index] = Step(_nothing, steps[index].instruction, spread="")
         return replace(self, launch=replace(self.launch, steps=tuple(steps)))
 
     def run(
@@ -160,7 +161,7 @@ def _most(text: Text, kind: str) -> int:
     return max(used, default=1)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
 def program(assembly: str, chip: str) -> Program:
     """A program, decoded once."""
     return Program.of(assembly, chip)

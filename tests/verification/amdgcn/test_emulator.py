@@ -13,22 +13,25 @@ from pathlib import Path
 import pytest
 
 from anymla.hardware.arches import ARCHES
+from anymla.hardware.probe import machine_named
+from anymla.verification.amdgcn.conformance import BACKEND
 from anymla.verification.amdgcn.driver import CHIPS, emulated
+from anymla.verification.amdgcn.rows import row_cases, row_named, row_names
+from anymla.verification.cases import offered
 
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'anymla[triton]'")
 
-CALLS = Path(__file__).parent / "emulator_calls.py"
 CDNA = ("gfx90a", "gfx942", "gfx950")
-EVERY = {"gfx90a": 2, "gfx942": 1, "gfx950": 2}
-"""Of how many sites one is tried here; all of them with `emulator_calls.py CHIP mutants`."""
+EVERY = {"gfx90a": 4, "gfx942": 2, "gfx950": 4, "gfx1100": 8, "gfx1201": 8}
+"""Of how many sites one is tried here; all of them with `emulator_mutants.py CHIP`, see evidence."""
 
 
 @lru_cache
-def checked(chip: str, *what: str) -> list[dict]:
+def checked(script: str, chip: str, *what: str) -> list[dict]:
     """What a process found."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, str(CALLS), chip, *what]
+    command = [sys.executable, str(Path(__file__).parent / f"emulator_{script}.py"), chip, *what]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr[-5000:]
     return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
@@ -36,7 +39,7 @@ def checked(chip: str, *what: str) -> list[dict]:
 
 @pytest.mark.parametrize("chip", CHIPS)
 def test_the_whole_api_is_right_in_any_order_of_the_waves(chip):
-    found = checked(chip, "api")
+    found = checked("calls", chip, "api")
     assert [(fact["name"], fact["reasons"]) for fact in found if fact["reasons"]] == []
     kernels = {kernel for fact in found for kernel in fact["kernels"]}
     assert kernels >= {
@@ -49,30 +52,41 @@ def test_the_whole_api_is_right_in_any_order_of_the_waves(chip):
     }
 
 
-@pytest.mark.parametrize("chip", CDNA)
+@pytest.mark.parametrize("chip", CHIPS)
 def test_products_of_every_type_and_size_are_exact(chip):
-    found = checked(chip, "dots")
+    found = checked("calls", chip, "dots", "part")
     assert [fact["name"] for fact in found if not fact["right"]] == []
-    assert all(fact["instructions"] for fact in found)
     used = {name for fact in found for name in fact["instructions"]}
-    types = ["bf16", "f16", "f32", *(["fp8_fp8", "bf8_bf8"] if chip == "gfx942" else [])]
+    types = ["bf16", "f16", *(["fp8_fp8", "bf8_bf8"] if chip in ("gfx942", "gfx1201") else [])]
+    if chip in CDNA:
+        types.append("f32")
+        assert all(fact["instructions"] for fact in found)
+        assert any("_16x16x" in name for name in used) and any("_32x32x" in name for name in used)
     for kind in types:
         assert any(name.split("x")[-1].lstrip("0123456789_").startswith(kind) for name in used), (kind, used)
-    assert any("_16x16x" in name for name in used) and any("_32x32x" in name for name in used)
 
 
-@pytest.mark.parametrize("chip", CDNA)
+@pytest.mark.parametrize("chip", CHIPS)
 def test_every_barrier_that_is_missing_is_found(chip):
-    found = checked(chip, "mutants", "barrier", "1")
-    assert len(found) >= 8
+    found = checked("mutants", chip, "barrier", "1" if chip in CDNA else "4")
+    assert len(found) >= 5
     assert [fact for fact in found if not fact["found"] and not fact["redundant"]] == []
 
 
-@pytest.mark.parametrize("chip", CDNA)
+@pytest.mark.parametrize("chip", CHIPS)
 def test_every_wait_mask_and_execution_mask_that_is_missing_is_found(chip):
-    found = checked(chip, "mutants", "exec,wait,mask", str(EVERY[chip]))
-    assert {fact["kind"] for fact in found} == {"exec", "wait", "mask"}
+    found = checked("mutants", chip, "exec,wait,mask,half", str(EVERY[chip]))
+    assert {fact["kind"] for fact in found} >= {"exec", "wait", "mask"}
     assert [fact for fact in found if not fact["found"] and not fact["redundant"]] == []
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_every_launch_row_has_calls_that_are_offered(chip):
+    machine = machine_named(chip)
+    found = list(row_cases(machine))
+    assert list(dict.fromkeys(row_named(each.kernel, each.row) for each in found)) == row_names(chip)
+    assert all(offered(each.case.problem, BACKEND, machine) for each in found)
+    assert len({each.id for each in found}) == len(found)
 
 
 @pytest.mark.parametrize(
