@@ -98,7 +98,7 @@ class TestRaggedFp8:
 
 
 class TestShapesOfIndexers:
-    """transformers#44103: shapes of an indexer's caches and masks that some backends took and others did not."""
+    """transformers#44103: shapes of an indexer's caches and masks that not every backend took."""
 
     @pytest.mark.parametrize("q_len", range(1, 9))
     def test_verify_blocks_of_any_length_are_rows_that_see_one_key_more_each(self, q_len):
