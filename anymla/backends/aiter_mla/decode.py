@@ -145,6 +145,11 @@ def sparse_decode(args: SparseArgs, state: State) -> None:
     _attend(args, state, state.indices[:-1])
 
 
+def is_captured(out: Tensor) -> bool:
+    """Whether a graph is being captured of what is launched now."""
+    return out.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def split_count(rows: int, keys: int, units: int, knobs: Mapping[str, int]) -> int:
     """Splits of each row of a kernel that is not persistent.
 
@@ -278,8 +283,7 @@ def _attend(args: DecodeArgs | SparseArgs, state: State, indices: Tensor) -> Non
     layout = state.layout
     if not layout.rows:
         return _finish(args, state, None, None)
-    if args.out.is_cuda and torch.cuda.is_current_stream_capturing():
-        state.captured = True
+    state.captured |= is_captured(args.out)
     route, cache = layout.route, args.cache
     call, rows = route.call, rows_of(cache, route.knobs)
     rows_a_page = cache.data.stride(0) // cache.data.stride(1)
@@ -290,9 +294,11 @@ def _attend(args: DecodeArgs | SparseArgs, state: State, indices: Tensor) -> Non
     q_scale = None
     if call.q == "fp8":
         queries, q_scale = rounded(queries, cache.data.dtype)
-    own = padding.rule != "identity" or "own_out" in route.knobs or not args.out.is_contiguous()
+    # The kernels write bf16, whatever memory they are given.
+    fits = args.out.is_contiguous() and args.out.dtype == torch.bfloat16
+    own = padding.rule != "identity" or "own_out" in route.knobs or not fits
     shape = (queries.shape[0], call.lanes, cache.kv_lora_rank)
-    out = torch.empty(shape, dtype=args.out.dtype, device=args.out.device) if own else args.out
+    out = torch.empty(shape, dtype=torch.bfloat16, device=args.out.device) if own else args.out
     splits = layout.splits
     if "keep_persistent" in route.knobs:
         splits = max(state.machine.multiprocessors, 1)
