@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from anymla.hardware.quirks import Quirk
-from anymla.rules import ANY, Between, Rule, one_of
+from anymla.rules import ANY, Between, Rule, asks, one_of
 
 
 class KernelCall(NamedTuple):
@@ -20,6 +20,7 @@ class KernelCall(NamedTuple):
         lse_from: Where one comes from; see aiter_mla.facts.Dispatch.
         in_order: Whether folded heads keep the order of several query tokens.
         kernel: Name of the code object.
+        switches: Environment variables of AITER that are set.
     """
 
     q: str
@@ -32,6 +33,7 @@ class KernelCall(NamedTuple):
     lse_from: str
     in_order: bool
     kernel: str
+    switches: frozenset[str] = frozenset()
 
 
 _CDNA = one_of("gfx942", "gfx950")
@@ -270,6 +272,29 @@ KERNEL_QUIRKS: tuple[Quirk, ...] = (
         lanes=one_of(16),
         q_len=one_of(1),
         persistent=_PERSISTENT,
+    ),
+    _kernel(
+        _CDNA,
+        "AITER mla.py, v1_2_device.cuh: other kernels and plans; #4706, from 0.1.20: calls hk_mla_decode_fwd",
+        refuse="AITER_ENABLE_EXPERIMENTAL is set: plans change, from 0.1.20 it calls a function that is gone",
+        persistent=_PERSISTENT,
+        q=_FP8,
+        switches=asks("AITER_ENABLE_EXPERIMENTAL"),
+    ),
+    _kernel(
+        one_of("gfx950"),
+        "AITER mla.py from 0.1.20, use_opus",
+        refuse="AITER_MLA_USE_OPUS is set: it runs kernels that its tables do not list",
+        persistent=_PERSISTENT,
+        q=_FP8,
+        switches=asks("AITER_MLA_USE_OPUS"),
+    ),
+    _kernel(
+        _CDNA,
+        "AITER mla.py from 0.1.20, _mla_decode_reduce_v1_dispatch",
+        refuse="AITER_MLA_REDUCE_FLYDSL is set: it runs a reducer that its tables do not list",
+        persistent=_PERSISTENT,
+        switches=asks("AITER_MLA_REDUCE_FLYDSL"),
     ),
     _kernel(
         one_of("gfx950"),

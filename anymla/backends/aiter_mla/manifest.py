@@ -186,6 +186,7 @@ def _calls(
                     lse_from,
                     dispatch.tokens_fold_in_order,
                     kernel.code_object,
+                    aiter.switches,
                 )
 
 

@@ -18,12 +18,8 @@ from anymla.backends.aiter_mla.bindings import Binding
 from anymla.backends.aiter_mla.facts import Dispatch, Kernel
 from anymla.hardware.probe import NEWEST, Machine
 
-SWITCHES = {
-    "AITER_ENABLE_EXPERIMENTAL": "plans for other kernels, and from 0.1.20 calls a function that is gone",
-    "AITER_MLA_USE_OPUS": "runs kernels that its tables do not list",
-    "AITER_MLA_REDUCE_FLYDSL": "runs a reducer that its tables do not list",
-}
-"""Environment variables that change what AITER runs; any value but 0 does."""
+SWITCHES = ("AITER_ENABLE_EXPERIMENTAL", "AITER_MLA_USE_OPUS", "AITER_MLA_REDUCE_FLYDSL")
+"""Environment variables that change what AITER runs; any value but 0 does. Quirks say what then."""
 
 _SOURCES = {
     "asm_mla.cu": "csrc/py_itfs_cu/asm_mla.cu",
@@ -65,6 +61,12 @@ class Aiter:
     def __str__(self) -> str:
         return f"aiter {self.release}"
 
+    @property
+    def switches(self) -> frozenset[str]:
+        """Which of SWITCHES are set; a release that is not here has no environment."""
+        names = SWITCHES if self.installed else ()
+        return frozenset(name for name in names if os.environ.get(name, "0") not in ("", "0"))
+
     def binding(self, function: str) -> Binding:
         """The binding of a function that is known to have one."""
         found = self.bound[function]
@@ -79,9 +81,6 @@ class Aiter:
             by_tables: Whether its kernel tables decide what runs.
         """
         reasons = list(self.missing) if by_tables else []
-        for name, effect in SWITCHES.items() if self.installed else ():
-            if os.environ.get(name, "0") not in ("", "0"):
-                reasons.append(f"{name}={os.environ[name]} {effect}; unset it")
         for function in functions:
             found = self.bound[function]
             reasons += () if isinstance(found, Binding) else found

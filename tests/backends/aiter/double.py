@@ -7,6 +7,7 @@ quirks gives a wrong result here, or ends the process, which is `Aborted`.
 
 import ast
 import inspect
+import os
 import sys
 import types
 from typing import Any
@@ -106,11 +107,25 @@ class AiterDouble:
         step = Step(self, names[0], kinds, q, kv_buffer, o, given, found.fold, wants_lse, lse_from)
         if not persistent:
             return stages.rows(step)
+        self._obey_switches(kinds, heads, found.fold, q_len)
         if not self.record.reduces(heads // found.fold):
             raise Aborted(f"the reducer has no {heads // found.fold} heads")
         if self.planned.get(work.data_ptr()) != (heads, q_len, rows, *kinds):
             raise Aborted("the plan is not one for this call")
         return stages.persistent(step, self.record.tokens_fold_in_order())
+
+    def _obey_switches(self, kinds: tuple[str, str], heads: int, fold: int, q_len: int) -> None:
+        """Run what an environment variable asks for instead, of which nothing here is known."""
+        fp8, both = kinds == ("fp8", "fp8"), (64, 128) if self.arch == "gfx950" else (128,)
+        # With it, heads of these products are not folded.
+        if _is_set("AITER_ENABLE_EXPERIMENTAL") and fp8 and heads * q_len in both:
+            if self.record.since("0.1.20"):
+                raise AttributeError("module 'aiter' has no attribute 'hk_mla_decode_fwd'")
+            raise Aborted("a kernel that no table lists")
+        if _is_set("AITER_MLA_USE_OPUS") and fp8 and self.arch == "gfx950" and self.record.since("0.1.20"):
+            raise Aborted("a kernel that no table lists")
+        if _is_set("AITER_MLA_REDUCE_FLYDSL") and heads == 16 * fold and self.record.since("0.1.20"):
+            raise Aborted("a reducer that no table lists")
 
     def _drops_persistent(self, kinds: tuple[str, str], heads: int, q_len: int, rows: int) -> bool:
         gated = self.arch == "gfx950" and kinds == ("bf16", "bf16") and heads == 16 and q_len == 1
@@ -138,6 +153,10 @@ class AiterDouble:
         planner.plan(given, fold=found.fold, units=self.units)
         self.planned[given["work_metadata_ptrs"].data_ptr()] = (heads, q_len, rows, *kinds)
         self.plans += 1
+
+
+def _is_set(switch: str) -> bool:
+    return os.environ.get(switch, "0") != "0"
 
 
 def _kind(dtype: torch.dtype, arch: str) -> str:

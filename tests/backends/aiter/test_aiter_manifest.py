@@ -140,15 +140,14 @@ def test_a_damaged_installation_is_a_reason_and_the_next_backend_takes_the_call(
 
 
 @pytest.mark.parametrize("switch", SWITCHES)
-def test_a_switch_that_changes_what_aiter_runs_is_refused(
+def test_a_switch_is_seen_where_an_aiter_is_installed(
     installation, monkeypatch: pytest.MonkeyPatch, switch: str
 ) -> None:
     aiter = read(installation())
-    monkeypatch.setenv(switch, "1")
-    (reason,) = aiter.refusals(bindings.DECODE)
-    assert reason.startswith(f"{switch}=1 ")
-    monkeypatch.setenv(switch, "0")
-    assert aiter.refusals(bindings.DECODE) == ()
+    for value, seen in (("1", {switch}), ("0", set()), ("", set())):
+        monkeypatch.setenv(switch, value)
+        assert aiter.switches == seen
+        assert recorded_aiter("HEAD", "gfx942").switches == set()
 
 
 def test_an_aiter_that_is_not_there_is_a_reason() -> None:

@@ -12,7 +12,7 @@ from double_stages import Aborted
 
 from anymla import select
 from anymla.backends.aiter_mla import manifest, operands
-from anymla.backends.aiter_mla.provider import recorded_aiter
+from anymla.backends.aiter_mla.provider import Aiter, recorded_aiter
 from anymla.contract import Batch
 from anymla.hardware.kernel_quirks import KERNEL_QUIRKS
 from anymla.hardware.quirks import Quirk
@@ -29,11 +29,13 @@ class Example:
         row: Words of the row's source, or of what it does.
         case: Where it matters.
         fails: What the double shows without the row; None where only the plan differs.
+        switch: An environment variable that is set.
     """
 
     row: str
     case: Case
     fails: type[BaseException] | None
+    switch: str = ""
 
 
 def at(release: str, arch: str, heads: int, kind: str = "bf16", q_len: int = 1, **more: object) -> Case:
@@ -84,6 +86,14 @@ EXAMPLES = [
     Example("does not fit gfx942", at("0.1.14", "gfx942", 8), DEAD),
     Example("permutes folded heads", at("0.1.11", "gfx942", 48, q_len=2, lengths="a tail of one"), WRONG),
     Example("were wrong for 3 tokens", at("HEAD", "gfx942", 48, q_len=3), None),
+    Example(
+        "AITER_ENABLE_EXPERIMENTAL is set",
+        at("HEAD", "gfx950", 32, "fp8", 4, lengths="a tail of one"),
+        AttributeError,
+        "AITER_ENABLE_EXPERIMENTAL",
+    ),
+    Example("AITER_MLA_USE_OPUS is set", at("HEAD", "gfx950", 64, "fp8"), DEAD, "AITER_MLA_USE_OPUS"),
+    Example("AITER_MLA_REDUCE_FLYDSL is set", at("HEAD", "gfx942", 48), DEAD, "AITER_MLA_REDUCE_FLYDSL"),
     Example("sets own_out", at("HEAD", "gfx942", 48, q_len=2, lengths="a tail of one"), None),
     Example("sets keep_persistent", at("0.1.18", "gfx950", 16, lse=True, lengths="many"), DEAD),
     Example("sets max_cache_gib", at("0.1.19", "gfx950", 16), None),
@@ -99,20 +109,28 @@ def row_of(example: Example) -> Quirk:
     return found[0]
 
 
+def forget() -> None:
+    """What was chosen before."""
+    for cache in (manifest.route_of, select.explain, select.choose):
+        cache.cache_clear()
+
+
 @pytest.fixture
 def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Quirk], None]]:
     """Take a row out of the table until the test ends."""
-    caches = (manifest.route_of, select.explain, select.choose)
-
-    def forget() -> None:
-        for cache in caches:
-            cache.cache_clear()
 
     def remove(row: Quirk) -> None:
         monkeypatch.setattr(manifest, "KERNEL_QUIRKS", tuple(q for q in KERNEL_QUIRKS if q is not row))
         forget()
 
     yield remove
+    forget()
+
+
+def switched_on(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set a switch of AITER, and have a recorded release look at it as one that is installed does."""
+    monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(Aiter, "switches", property(lambda self: frozenset({name})))
     forget()
 
 
@@ -129,6 +147,8 @@ def test_every_row_has_an_example() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.row)
 def test_a_row_is_needed(example: Example, without, monkeypatch: pytest.MonkeyPatch) -> None:
+    if example.switch:
+        switched_on(example.switch, monkeypatch)
     kept = planned(example.case)
     cases.run(example.case, monkeypatch)
     without(row_of(example))
