@@ -81,6 +81,10 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(help="The most tokens to write.")] = 64,
     check: Annotated[bool, typer.Option("--check", help="Compare with stock transformers.")] = False,
     kv_format: Annotated[str, typer.Option(help="Cache format; auto: the model's dtype.")] = "auto",
+    index_format: Annotated[
+        str,
+        typer.Option(help="Format of an indexer's keys; auto: the model's dtype, own: the model's indexer."),
+    ] = "auto",
     backend: Annotated[str, typer.Option(help="Who attends; auto: the first that accepts.")] = "auto",
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token, above 0 samples.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Draws the samples, and the weights of a tiny model.")] = 0,
@@ -117,7 +121,8 @@ def generate(
 
         loaded = model_folder.load(model) if model else presets.load(name, seed=seed)
         inputs = _encoded(loaded, prompt, max_new_tokens)
-        handle = attach(loaded.model, kv_format=kv_format, backend=backend)
+        keys = None if index_format == "own" else index_format
+        handle = attach(loaded.model, kv_format=kv_format, index_format=keys, backend=backend)
         load_seconds = time.perf_counter() - began
     console.print(f"[dim]{escape(name)}: {loaded.source}, loaded in {load_seconds:.1f} s[/]\n")
 
@@ -139,6 +144,7 @@ def generate(
         "backend": handle.backend,
         "why": handle.explain(),
         "kv_format": handle.settings.kv_format,
+        "index_format": handle.settings.index_format,
         "cache_bytes_per_token": handle.bytes_per_token,
         "stock_cache_bytes_per_token": handle.stock_bytes_per_token,
         "check": None,
@@ -148,7 +154,8 @@ def generate(
     if check:
         with _quiet(), console.status("checking against stock transformers"):
             stock = _run(loaded, inputs, max_new_tokens, temperature, seed, None, with_logits=True)
-            found = compared(loaded, inputs["input_ids"], run, stock, handle.settings.kv_format)
+            stored = [handle.settings.kv_format, handle.settings.index_format]
+            found = compared(loaded, inputs["input_ids"], run, stock, [name for name in stored if name])
         report["check"] = asdict(found)
     if in_json:
         typer.echo(json.dumps(report, indent=2, allow_nan=False))
@@ -158,7 +165,7 @@ def generate(
         raise typer.Exit(1)
 
 
-def compared(loaded: "Loaded", prompt: "Tensor", run: Run, stock: Run, kv_format: str) -> Check:
+def compared(loaded: "Loaded", prompt: "Tensor", run: Run, stock: Run, formats: Sequence[str]) -> Check:
     """Hold a run against that of stock transformers.
 
     Args:
@@ -166,7 +173,7 @@ def compared(loaded: "Loaded", prompt: "Tensor", run: Run, stock: Run, kv_format
         prompt: [1, n] token ids.
         run: What the attached model wrote, with logits.
         stock: What the detached model wrote, with logits.
-        kv_format: Of the attached cache; one that rounds is not held to the budget of fp64.
+        formats: Of the attached cache; with one that rounds, it is not held to the budget of fp64.
 
     Returns:
         The comparison.
@@ -179,9 +186,9 @@ def compared(loaded: "Loaded", prompt: "Tensor", run: Run, stock: Run, kv_format
     steps = len(pairs) if differs is None else differs + 1
     error: float | None = (run.logits[:steps] - stock.logits[:steps]).abs().max().item()
     error = error if error is not None and error < float("inf") else None
-    exact = kv_format == canonical_name(str(loaded.model.dtype))
+    rounding = [name for name in formats if name != canonical_name(str(loaded.model.dtype))]
     share, passed = None, match and error is not None
-    if passed and exact and loaded.model.num_parameters() <= AFFORDABLE_PARAMETERS:
+    if passed and not rounding and loaded.model.num_parameters() <= AFFORDABLE_PARAMETERS:
         share, passed = _judged(loaded, prompt, run, stock)
     shown = "not finite" if error is None else f"at most {error:.2g}"
     if match:
@@ -189,7 +196,8 @@ def compared(loaded: "Loaded", prompt: "Tensor", run: Run, stock: Run, kv_format
     else:
         words = f"token {steps} is not that of stock transformers; up to there logits differ by {shown}"
     words += "" if share is None else f", {share:.2g} of the budget against fp64"
-    words += "" if exact else f"; a cache in {kv_format} rounds, one in the model's dtype does not"
+    if rounding:
+        words += f"; a cache in {' and '.join(rounding)} rounds, one in the model's dtype does not"
     return Check(passed, match, error, share, words)
 
 

@@ -30,6 +30,7 @@ FIELDS = {
     "backend": str,
     "why": str,
     "kv_format": str,
+    "index_format": type(None),
     "cache_bytes_per_token": int,
     "stock_cache_bytes_per_token": int,
     "check": dict,
@@ -184,11 +185,32 @@ class TestACheckThatFails:
         assert found["check"]["max_logit_error"] > 0
         assert "rounds" in found["check"]["words"]
 
+    def test_index_keys_in_fp8_are_said_to_round(self) -> None:
+        options = (
+            "--preset",
+            "tiny-deepseek-v32",
+            "--max-new-tokens",
+            4,
+            "--index-format",
+            "index_k",
+            "--check",
+        )
+        found = report(*options, prompt="hi")
+        assert found["index_format"] == "index_k" and found["kv_format"] == "fp32"
+        # So few tokens are all attended to, whatever their scores.
+        assert found["check"]["tokens_match"] and found["check"]["budget_share"] is None
+        assert "a cache in index_k rounds" in found["check"]["words"]
+
+    def test_the_indexer_of_the_model_may_be_kept(self) -> None:
+        options = ("--preset", "tiny-deepseek-v32", "--max-new-tokens", 2, "--index-format", "own")
+        found = report(*options)
+        assert found["index_format"] is None and "index topk" not in found["why"]
+
     def test_logits_count_up_to_the_first_token_that_differs(self) -> None:
         ours, stock = torch.zeros(4, 3), torch.zeros(4, 3)
         ours[2, 1], ours[3, 1] = 0.5, 100.0
         found = compared(
-            _large(), torch.tensor([[1]]), _run([7, 8, 9, 5], ours), _run([7, 8, 2, 5], stock), "fp32"
+            _large(), torch.tensor([[1]]), _run([7, 8, 9, 5], ours), _run([7, 8, 2, 5], stock), ["fp32"]
         )
         assert not found.passed and not found.tokens_match
         assert found.max_logit_error == 0.5
@@ -196,12 +218,12 @@ class TestACheckThatFails:
 
     def test_fewer_tokens_are_not_the_same_tokens(self) -> None:
         ours, stock = _run([7, 8], torch.zeros(2, 3)), _run([7], torch.zeros(1, 3))
-        found = compared(_large(), torch.tensor([[1]]), ours, stock, "fp32")
+        found = compared(_large(), torch.tensor([[1]]), ours, stock, ["fp32"])
         assert not found.passed and not found.tokens_match
 
     def test_a_logit_that_is_not_finite_fails(self) -> None:
         ours, stock = torch.tensor([[0.0, torch.nan]]), torch.zeros(1, 2)
-        found = compared(_large(), torch.tensor([[1]]), _run([0], ours), _run([0], stock), "fp32")
+        found = compared(_large(), torch.tensor([[1]]), _run([0], ours), _run([0], stock), ["fp32"])
         assert not found.passed and found.max_logit_error is None
 
     def test_equal_tokens_with_logits_beyond_the_budget_fail(self) -> None:
@@ -212,7 +234,7 @@ class TestACheckThatFails:
         off = logits.clone()
         off[0, 0] += 1e-3
         token = [int(logits.argmax())]
-        found = compared(loaded, prompt, _run(token, off), _run(token, logits), "fp32")
+        found = compared(loaded, prompt, _run(token, off), _run(token, logits), ["fp32"])
         assert found.tokens_match and not found.passed
         assert found.budget_share > 1
 
@@ -246,6 +268,11 @@ class TestWrongUse:
                 ("--preset", PRESET, "--kv-format", "int4"),
                 ["--kv-format got 'int4'", "fp8_ds_mla"],
                 id="unknown format",
+            ),
+            pytest.param(
+                ("--preset", PRESET, "--index-format", "index_k"),
+                ["index_format got 'index_k'; needs None or auto: there is no indexer"],
+                id="keys without an indexer",
             ),
             pytest.param(
                 ("--preset", PRESET, "--kv-format", "fp8_ds_mla"),

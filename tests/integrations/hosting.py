@@ -44,6 +44,15 @@ LARGER = {
         {"depth": 1, "num_heads": 2, "image_size": 28, "patch_size": 14, "out_hidden_size": 64}
         | dict.fromkeys(("hidden_size", "intermediate_size", "projection_intermediate_size"), 32),
     ),
+    "HYV4VLForConditionalGeneration": (
+        {
+            **presets.PRESETS["tiny-hy-v4"].config,
+            "hc_mult": 2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+        },
+        {"num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 14, "out_hidden_size": 64}
+        | dict.fromkeys(("hidden_size", "intermediate_size"), 32),
+    ),
 }
 """Text models with indexers that exist only inside models that see as well: their text and vision configs."""
 
@@ -80,7 +89,7 @@ def build(name: str, **changes):
 
 
 def larger(name, **changes):
-    """A tiny model of that class, its pools weighted and its index heads of one sign."""
+    """A tiny model of that class, its pools weighted, its sinks learned and its index heads of one sign."""
     if not hasattr(transformers, name):
         pytest.skip(f"{name} is newer than transformers {transformers.__version__}")
     kind = getattr(transformers, name)
@@ -89,7 +98,7 @@ def larger(name, **changes):
         torch.manual_seed(0)
         model = kind(kind.config_class(text_config={**text, **changes}, vision_config=vision)).eval()
         for parameter_name, parameter in model.named_parameters():
-            if "kpool" in parameter_name:
+            if "kpool" in parameter_name or parameter_name.endswith(".sinks"):
                 parameter.data.normal_()
             elif parameter_name.endswith("indexer.weights_proj.weight"):
                 parameter.data.abs_()

@@ -290,6 +290,23 @@ class TestLeftToTheModel:
         with pytest.raises(InvalidInput, match=f"got '{index_format}'; needs None, auto or bf16"):
             attach(build("tiny-deepseek-v32"), index_format=index_format)
 
+    @pytest.mark.parametrize(
+        ("name", "options", "message"),
+        [
+            (
+                "tiny-llama",
+                {"index_format": "index_k"},
+                "got 'index_k'; needs None or auto: there is no indexer",
+            ),
+            ("tiny-hy-v4", {"index_power_of_two": True}, "got True; needs an index format with scales"),
+        ],
+        ids=["no-indexer", "no-scales"],
+    )
+    def test_options_that_would_change_nothing_are_refused(self, name, options, message):
+        model = build(name)
+        with pytest.raises(InvalidInput, match=message):
+            attach(model, **options)
+
     def test_keys_too_narrow_for_their_format_are_refused(self):
         model = build("tiny-deepseek-v32", index_head_dim=10)
         with pytest.raises(InvalidInput, match="kv_lora_rank got 10; needs a multiple of 4 for index_k"):

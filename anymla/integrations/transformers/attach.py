@@ -253,7 +253,10 @@ def attach(
     row = _format_named(reasons, kv_format, weight.dtype, machine)
     scale = _scale_for(reasons, row, k_scale, weight.device)
     _check_numbers(reasons, block_size=block_size, num_blocks=num_blocks, prefill_threshold=prefill_threshold)
-    keys = _index_format_named(reasons, index_format, weight.dtype, machine)
+    has_indexer = any(getattr(module, "indexer", None) is not None for _, module in found)
+    keys = _index_format_named(reasons, index_format, has_indexer, weight.dtype, machine)
+    rounds = keys in KV_FORMATS and KV_FORMATS[keys].tile != 0
+    reasons.need(not index_power_of_two or rounds, "index_power_of_two", True, "an index format with scales")
     settings = Settings(row, block_size, backend, None, num_blocks, scale, keys, index_power_of_two)
     sites = _sites(reasons, found, settings)
     reasons.need(not getattr(owner.config, "output_attentions", False), "output_attentions", True, "False")
@@ -340,10 +343,12 @@ def _format_named(reasons: Reasons, kv_format: str, dtype: torch.dtype, machine:
 
 
 def _index_format_named(
-    reasons: Reasons, index_format: str | None, dtype: torch.dtype, machine: Machine
+    reasons: Reasons, index_format: str | None, has_indexer: bool, dtype: torch.dtype, machine: Machine
 ) -> str | None:
-    """The row of index keys, in the fp8 of the chip where the name leaves it open."""
-    if index_format is None:
+    """The row of index keys, in the fp8 of the chip where the name leaves it open; None without any."""
+    if index_format is None or not has_indexer:
+        known = index_format in (None, "auto")
+        reasons.need(known, "index_format", repr(index_format), "None or auto: there is no indexer")
         return None
     name = canonical_name(str(dtype) if index_format == "auto" else index_format)
     if name == "index_k" and machine.fp8_flavour == "e4m3fnuz":

@@ -305,7 +305,7 @@ def _pooled(
     tokens = pages.pool.store(("states", pages.index), own, own[:, :0], name, pages.pool.block_size)
     if step.batch is not None:
         write_cache(own, own[:, :0], tokens, step.slot_mapping, backend=site.settings.backend)
-    first = _slots_of_completed(step, size)
+    first = _slots_of_completed(pages, size)
     slots = first[:, None] + torch.arange(size, device=first.device)
     made, gates = torch.split(tokens.read(slots.flatten()).view(-1, size, 2 * width), width, dim=2)
     share = (gates + module.index_kpool_compress_ape.float()).softmax(dim=1).to(own.dtype)
@@ -330,16 +330,22 @@ def _pooled(
     return chosen.view(num_seqs, new, -1)
 
 
-def _slots_of_completed(step: steps.Step, size: int) -> Tensor:
-    """[N] int64 slots of the first tokens of the pools whose last token this step stores."""
-    slots, batch = [torch.zeros(0, dtype=torch.int64)], step.batch
-    if batch is not None:
-        assert batch.seq_lens_host is not None and batch.context_lens_host is not None
-        pages = batch.block_table.cpu().long()
-        for line, before, now in zip(pages, batch.context_lens_host, batch.seq_lens_host, strict=True):
-            first = torch.arange(before // size, now // size) * size
-            slots.append(line[first // batch.block_size] * batch.block_size + first % batch.block_size)
-    return torch.cat(slots).to(step.slot_mapping.device)
+def _slots_of_completed(pages: _Pages, size: int) -> Tensor:
+    """[N] int64 slots of the first tokens of the pools that this step completes, found once a step."""
+    step, pool = pages.step, pages.pool
+    key = ("completed", size)
+    if key not in step.plans:
+        slots, batch = [torch.zeros(0, dtype=torch.int64)], step.batch
+        if batch is not None:
+            assert batch.seq_lens_host is not None and batch.context_lens_host is not None
+            lengths = zip(batch.context_lens_host, batch.seq_lens_host, strict=True)
+            for table, (before, now) in zip(pool.tables, lengths, strict=True):
+                first = torch.arange(before // size, now // size) * size
+                page = torch.tensor(table, dtype=torch.int64)[first // pool.block_size]
+                slots.append(page * pool.block_size + first % pool.block_size)
+        step.plans[key] = torch.cat(slots).to(step.slot_mapping.device)
+    found: Tensor = step.plans[key]
+    return found
 
 
 def _pools_of_rows(step: steps.Step, size: int) -> tuple[Tensor, Batch]:
