@@ -2,7 +2,8 @@
 
 Importing this module registers them; `torch.ops.anymla.decode` and its kin then work under torch.compile with
 fullgraph=True. Both forms call the function of the same name in `api`: arguments, results and errors
-are its own, and attention always returns its lse.
+are its own. Attention returns its lse, always; in place it writes one only where it is given the memory,
+which more kernels can serve.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,15 +36,16 @@ def _attention(name: str, function: Callable[..., Any], out_shape: Callable[...,
     def functional(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return tuple(function(*args, return_lse=True, **kwargs))
 
-    def in_place(*args: Any, **kwargs: Any) -> None:
-        function(*args, return_lse=True, **kwargs)
+    def in_place(*args: Any, lse: Tensor | None = None, **kwargs: Any) -> None:
+        function(*args, return_lse=lse is not None, lse=lse, **kwargs)
 
     def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         queries, shape = args[0], out_shape(*args)
         return queries.new_empty(shape), queries.new_empty(shape[:2], dtype=torch.float32)
 
     _register(name, f"({_SCHEMAS[name]}) -> (Tensor, Tensor)", functional, fake)
-    _register(f"{name}_out", f"({_SCHEMAS[name]}, Tensor(a!) out, Tensor(b!) lse) -> ()", in_place, _nothing)
+    written = "Tensor(a!) out, Tensor(b!)? lse=None"
+    _register(f"{name}_out", f"({_SCHEMAS[name]}, {written}) -> ()", in_place, _nothing)
 
 
 def _register(name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]) -> None:

@@ -72,6 +72,16 @@ def test_the_in_place_op_is_what_its_schema_says(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.anymla, f"{name}_out").default, args, kwargs | outputs)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "index_topk"])
+def test_in_place_and_without_an_lse_it_is_the_plain_attention(name: str) -> None:
+    args, kwargs = call_named(name)
+    outputs, functional = new_outputs(name, args, kwargs)
+    op, out = getattr(torch.ops.anymla, f"{name}_out"), outputs["out"]
+    torch.library.opcheck(op.default, args, kwargs | {"out": torch.empty_like(out)})
+    op(*args, **kwargs, out=out)
+    assert torch.equal(out, functional[0])
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_both_forms_and_the_api_are_one(name: str) -> None:
     args, kwargs = call_named(name)
