@@ -81,8 +81,9 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
         Launch(block_m=64, block_n=64, num_warps=4, num_stages=2, chunk=512, wgmma=True),
         Launch(block_m=64, block_n=64, num_warps=8, num_stages=2, chunk=512),
     ),
+    # As many values at once as block_n pieces of chunk columns: of wider chunks fewer pieces.
     ("combine", "*"): (Launch(block_m=1, block_n=32, num_warps=4, num_stages=1),),
-    ("combine", "sm90"): (Launch(block_m=1, block_n=16, num_warps=4, num_stages=3, overlap=True),),
+    ("combine", "sm90"): (Launch(block_m=1, block_n=128, num_warps=4, num_stages=1, chunk=64, overlap=True),),
     ("prefill", "*"): (
         Launch(block_m=32, block_n=32, num_warps=4, num_stages=1, widest=192),
         Launch(block_m=32, block_n=32, num_warps=8, num_stages=1, widest=256),

@@ -5,6 +5,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from anymla.backends.triton_mla.attend import sink_share
+from anymla.backends.triton_mla.schedule import JOIN
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -12,7 +13,7 @@ def combine_kernel(
     part_out,
     part_lse,
     line,
-    stretches,
+    joins,
     qo_indptr,
     sinks,
     out,
@@ -29,7 +30,6 @@ def combine_kernel(
     WIDTH: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    NUM_STAGES: tl.constexpr,
     INVARIANT: tl.constexpr,
     PIECES: tl.constexpr,
     PIECE_BLOCKS: tl.constexpr,
@@ -38,72 +38,62 @@ def combine_kernel(
     HAS_LSE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: a cut (or, batch-invariant, a tile) × a row of its tile × a chunk of columns."""
-    cut = tl.program_id(0) // BLOCK_M
+    """Grid: a join (or, batch-invariant, a tile) × a row of its tile × a chunk of columns."""
     row = tl.program_id(0) % BLOCK_M
     if not INVARIANT:
-        # The cut before stretch `cut + 1`; the first cut inside a tile joins all of its pieces.
-        right = cut + 1
-        tile = tl.load(stretches + 3 * right)
-        start = tl.load(stretches + 3 * right + 2)
-        tile_start = tl.load(line + tile)
-        tile_end = tl.load(line + tile + 1)
-        before = tl.load(stretches + 3 * cut + 2)
-        first = (start > tile_start) & (start < tile_end) & ((before <= tile_start) | (cut == 0))
-        quota = tl.load(stretches + 5)
-        pieces = tl.where(first, (tile_end - 1) // quota - cut + 1, 0)
-        slot = 2 * cut
-        first_slot = 2 * cut + (tl.load(stretches + 3 * cut) != tile).to(tl.int32)
+        join = joins + JOIN * (tl.program_id(0) // BLOCK_M)
+        tile = tl.load(join)
+        q_start = tl.load(join + 1)
+        q_len = tl.load(join + 2)
+        first_slot = tl.load(join + 3)
+        slot = tl.load(join + 4)
+        pieces = tl.load(join + 5)
         slot_step = 2
     else:
-        tile = cut
+        tile = tl.program_id(0) // BLOCK_M
         blocks = tl.load(line + (tile + 1) * PIECES) - tl.load(line + tile * PIECES)
         pieces = tl.where(blocks > PIECE_BLOCKS, (blocks + PIECE_BLOCKS - 1) // PIECE_BLOCKS, 0)
         slot = tile * PIECES
         first_slot = slot
         slot_step = 1
-    if pieces > 0:
-        seq = tile % num_seqs
-        tile_row = tile // num_seqs * BLOCK_M + row
-        token = tile_row // num_heads
-        head = tile_row % num_heads
         if SPARSE:
-            q_start = seq
+            q_start = tile % num_seqs
             q_len = 1
         else:
-            q_start = tl.load(qo_indptr + seq)
-            q_len = tl.load(qo_indptr + seq + 1) - q_start
-        if token < q_len:
-            if OVERLAP:
-                # Until here, nothing of the kernel before was needed; it may not have ended yet.
-                gdc_wait()
-            cols = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-            top = float("-inf")
-            total = 0.0
-            acc = tl.zeros((WIDTH,), tl.float32)
-            for first_piece in tl.range(0, pieces, BLOCK_P, num_stages=NUM_STAGES):
-                piece = first_piece + tl.arange(0, BLOCK_P)
-                inside = piece < pieces
-                places = (
-                    tl.where(piece == 0, first_slot, slot + piece * slot_step).to(tl.int64) * BLOCK_M + row
-                )
-                part = tl.load(part_lse + places, mask=inside, other=float("-inf"))
-                values = tl.load(
-                    part_out + places[:, None] * L_PADDED + cols[None, :], mask=inside[:, None], other=0.0
-                )
-                new_top = tl.maximum(top, tl.max(part, 0))
-                floor = tl.where(new_top == float("-inf"), 0.0, new_top)
-                weights = tl.exp(part - floor)
-                decay = tl.exp(top - floor)
-                total = total * decay + tl.sum(weights, 0)
-                acc = acc * decay + tl.sum(weights[:, None] * values, 0)
-                top = new_top
-            empty = total == 0.0
-            acc = tl.where(empty, 0.0, acc / tl.where(empty, 1.0, total))
-            row_lse = tl.where(empty, float("-inf"), top + tl.log(total))
-            if HAS_SINKS:
-                acc = acc * sink_share(row_lse, tl.load(sinks + head))
-            o_row = out + (q_start + token).to(tl.int64) * stride_ot + head * stride_oh
-            tl.store(o_row + cols * stride_od, acc.to(out.dtype.element_ty), mask=cols < L)
-            if HAS_LSE:
-                tl.store(lse + (q_start + token).to(tl.int64) * stride_lt + head * stride_lh, row_lse)
+            q_start = tl.load(qo_indptr + tile % num_seqs)
+            q_len = tl.load(qo_indptr + tile % num_seqs + 1) - q_start
+    tile_row = tile // num_seqs * BLOCK_M + row
+    token = tile_row // num_heads
+    head = tile_row % num_heads
+    if (pieces > 0) & (token < q_len):
+        if OVERLAP:
+            # Until here, nothing of the kernel before was needed; it may not have ended yet.
+            gdc_wait()
+        cols = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+        top = float("-inf")
+        total = 0.0
+        acc = tl.zeros((WIDTH,), tl.float32)
+        for first in range(0, pieces, BLOCK_P):
+            piece = first + tl.arange(0, BLOCK_P)
+            inside = piece < pieces
+            places = tl.where(piece == 0, first_slot, slot + piece * slot_step).to(tl.int64) * BLOCK_M + row
+            part = tl.load(part_lse + places, mask=inside, other=float("-inf"))
+            values = tl.load(
+                part_out + places[:, None] * L_PADDED + cols[None, :], mask=inside[:, None], other=0.0
+            )
+            new_top = tl.maximum(top, tl.max(part, 0))
+            floor = tl.where(new_top == float("-inf"), 0.0, new_top)
+            weights = tl.exp(part - floor)
+            decay = tl.exp(top - floor)
+            total = total * decay + tl.sum(weights, 0)
+            acc = acc * decay + tl.sum(weights[:, None] * values, 0)
+            top = new_top
+        empty = total == 0.0
+        acc = tl.where(empty, 0.0, acc / tl.where(empty, 1.0, total))
+        row_lse = tl.where(empty, float("-inf"), top + tl.log(total))
+        if HAS_SINKS:
+            acc = acc * sink_share(row_lse, tl.load(sinks + head))
+        o_row = out + (q_start + token).to(tl.int64) * stride_ot + head * stride_oh
+        tl.store(o_row + cols * stride_od, acc.to(out.dtype.element_ty), mask=cols < L)
+        if HAS_LSE:
+            tl.store(lse + (q_start + token).to(tl.int64) * stride_lt + head * stride_lh, row_lse)

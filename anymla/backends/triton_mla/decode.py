@@ -10,7 +10,7 @@ from torch import Tensor
 from anymla.backends.triton_mla.attend import attend_kernel
 from anymla.backends.triton_mla.combine import combine_kernel
 from anymla.backends.triton_mla.elements import elements
-from anymla.backends.triton_mla.schedule import schedule_kernel
+from anymla.backends.triton_mla.schedule import JOIN, schedule_kernel
 from anymla.backends.triton_mla.warpgroups import aligned, key_boxes, missing
 from anymla.contract import Batch, DecodeArgs, SparseArgs
 from anymla.hardware.launch import Launch, launch_rows
@@ -35,7 +35,7 @@ class State:
     Attributes:
         launch: Tile sizes and warps.
         pieces: Items of a tile on the line, more than one where the split must depend on the row alone.
-        line, stretches: See `schedule`.
+        line, stretches, joins: See `schedule`.
         part_out: [slots, block_m, L_PADDED] fp32, pieces of rows.
         part_lse: [slots, block_m] fp32, natural log.
     """
@@ -52,6 +52,7 @@ class State:
     causal: bool
     line: Tensor
     stretches: Tensor
+    joins: Tensor
     part_out: Tensor
     part_lse: Tensor
     batch: Batch | None = None
@@ -99,7 +100,8 @@ def workspace_bytes(problem: Problem, machine: Machine, num_seqs: int, max_seq_l
     """
     shape = _shape(problem, machine, num_seqs, max_seq_len)
     rows, width = shape.slots * shape.launch.block_m, shape.width
-    return 4 * (rows * (width + 1) + shape.num_items + 1 + 3 * (shape.num_stretches + 1))
+    schedule: int = shape.num_items + 1 + 3 * (shape.num_stretches + 1) + JOIN.value * shape.num_stretches
+    return 4 * (rows * (width + 1) + schedule)
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,7 @@ def _plan(
         causal=True,
         line=new(shape.num_items + 1, dtype=torch.int32),
         stretches=new(shape.num_stretches + 1, 3, dtype=torch.int32),
+        joins=new(shape.num_stretches, JOIN.value, dtype=torch.int32),
         part_out=new(shape.slots, launch.block_m, width, dtype=torch.float32),
         part_lse=new(shape.slots, launch.block_m, dtype=torch.float32),
     )
@@ -186,6 +189,7 @@ def _schedule(state: State, seq_lens: Tensor | None, qo_indptr: Tensor | None) -
         qo_indptr,
         state.line,
         state.stretches,
+        state.joins,
         state.line.shape[0] - 1,
         state.num_seqs,
         state.problem.num_heads,
@@ -296,18 +300,25 @@ def _attend(
         **own,
         num_warps=launch.num_warps,
     )
+    tiles = state.num_seqs * state.tiles_a_seq
     if not _invariant(problem):
-        cuts = state.num_stretches - 1
+        # Each has a cut.
+        joins = min(tiles, state.num_stretches - 1)
     else:
-        cuts = state.num_seqs * state.tiles_a_seq if state.pieces > 1 else 0
-    if cuts:
+        joins = tiles if state.pieces > 1 else 0
+    if joins:
         columns = state.part_out.shape[-1]
-        width = joining.chunk if columns % joining.chunk == 0 else columns
-        combine_kernel[(cuts * launch.block_m, columns // width)](
+        width = columns & -columns
+        if not _invariant(problem):
+            # As wide as leaves work for every unit: the fewer tiles are cut, the more pieces each has.
+            enough = 2 * state.num_stretches
+            while width > joining.chunk and joins * launch.block_m * columns < enough * width:
+                width //= 2
+        combine_kernel[(joins * launch.block_m, columns // width)](
             state.part_out,
             state.part_lse,
             state.line,
-            state.stretches,
+            state.joins,
             indptr,
             args.sinks,
             args.out,
@@ -317,10 +328,10 @@ def _attend(
             *out_strides,
             L_PADDED=columns,
             WIDTH=width,
-            BLOCK_P=joining.block_n,
-            NUM_STAGES=joining.num_stages,
+            BLOCK_P=max(joining.block_n * joining.chunk // width, 1),
             **common,
             num_warps=joining.num_warps,
+            num_stages=joining.num_stages,
             **({"launch_pdl": True} if joining.overlap else {}),
         )
 

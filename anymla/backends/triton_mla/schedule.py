@@ -1,9 +1,12 @@
-"""The line of key blocks and its stretches, worked out on the device: no length is read back."""
+"""The line of key blocks, its stretches and joins, worked out on the device: no length is read back."""
 
 import triton
 import triton.language as tl
 
 _NEVER = tl.constexpr(2147483647)
+JOIN = tl.constexpr(8)
+"""Numbers of a join, of which six are used: its tile, that sequence's first token and number of tokens, the
+slots of the first piece and of the one after it less two, and how many pieces there are, 0 for no join."""
 
 
 @triton.jit(do_not_specialize=["num_items", "num_seqs", "num_keys"])
@@ -12,6 +15,7 @@ def schedule_kernel(
     qo_indptr,
     line,
     stretches,
+    joins,
     num_items,
     num_seqs,
     num_heads,
@@ -28,7 +32,11 @@ def schedule_kernel(
     CHUNK: tl.constexpr,
     STRETCHES_POW2: tl.constexpr,
 ):
-    """One program: `line` [num_items + 1], `stretches` [num_stretches + 1, 3]: first item, end, start."""
+    """One program: `line` [num_items + 1], `stretches` [num_stretches + 1, 3]: first item, end, start.
+
+    Tiles that are cut come first in `joins` [num_stretches, JOIN], which only a line has that is not
+    batch-invariant: there any tile may be.
+    """
     total = 0
     most = 0
     least = _NEVER
@@ -53,6 +61,7 @@ def schedule_kernel(
     before_start = tl.zeros((STRETCHES_POW2,), tl.int32)
     before_end = tl.zeros((STRETCHES_POW2,), tl.int32)
     next_start = tl.zeros((STRETCHES_POW2,), tl.int32) + total
+    tile_start = tl.zeros((STRETCHES_POW2,), tl.int32)
     placed = 0
     for first in range(0, num_items, CHUNK):
         items = first + tl.arange(0, CHUNK)
@@ -67,8 +76,12 @@ def schedule_kernel(
         at_or_before += tl.sum((begins[None, :] <= starts[:, None]).to(tl.int32), 1)
         before_start += tl.sum((begins[None, :] < starts[:, None]).to(tl.int32), 1)
         before_end += tl.sum((begins[None, :] < ends[:, None]).to(tl.int32), 1)
-        later = tl.where(begins[None, :] >= starts[:, None], begins[None, :], _NEVER)
-        next_start = tl.minimum(next_start, tl.min(later, 1))
+        if INVARIANT:
+            later = tl.where(begins[None, :] >= starts[:, None], begins[None, :], _NEVER)
+            next_start = tl.minimum(next_start, tl.min(later, 1))
+        else:
+            earlier = tl.where(begins[None, :] <= starts[:, None], begins[None, :], 0)
+            tile_start = tl.maximum(tile_start, tl.max(earlier, 1))
         placed += tl.sum(blocks, 0)
     tl.store(line + num_items, total)
 
@@ -85,6 +98,33 @@ def schedule_kernel(
     tl.store(stretches + 3 * programs, first_items, mask=here)
     tl.store(stretches + 3 * programs + 1, end_items, mask=here)
     tl.store(stretches + 3 * programs + 2, starts, mask=here)
+
+    if not INVARIANT:
+        tile_end = tile_start + _blocks(
+            first_items, seq_lens, qo_indptr, num_items, num_seqs, num_heads, num_keys,
+            INVARIANT, PIECES, PIECE_BLOCKS, BLOCK_M, BLOCK_N, CAUSAL, SPARSE,
+        )  # fmt: skip
+        # The cuts inside tiles, but of each tile the first alone: the stretch before begins no later.
+        before = starts - quota
+        here = (programs > 0) & (programs < num_stretches)
+        cut = here & busy & (starts > tile_start) & (starts < tile_end) & (before <= tile_start)
+        joined = tl.cumsum(cut.to(tl.int32), 0)
+        place = tl.where(cut, joined, tl.sum(cut.to(tl.int32), 0) + programs - joined) - 1
+        pieces = tl.where(cut, (tile_end - 1) // quota - programs + 2, 0)
+        if SPARSE:
+            q_start = first_items % num_seqs
+            q_len = tl.zeros_like(first_items) + 1
+        else:
+            q_start = tl.load(qo_indptr + first_items % num_seqs, mask=here, other=0)
+            q_len = tl.load(qo_indptr + first_items % num_seqs + 1, mask=here, other=0) - q_start
+        join = joins + JOIN * place
+        tl.store(join, first_items, mask=here)
+        tl.store(join + 1, q_start, mask=here)
+        tl.store(join + 2, q_len, mask=here)
+        # What is first in a stretch has its even slot.
+        tl.store(join + 3, 2 * programs - 2 + (before < tile_start).to(tl.int32), mask=here)
+        tl.store(join + 4, 2 * programs - 2, mask=here)
+        tl.store(join + 5, pieces, mask=here)
 
 
 @triton.jit

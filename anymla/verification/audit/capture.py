@@ -82,7 +82,7 @@ class Specialisation:
         stages = constants.get("NUM_STAGES", self.options["num_stages"])
         facts = {"BLOCK_M": row.block_m, "BLOCK_N": row.block_n, "SWAP": row.swap, "REREAD": row.reread}
         if self.kernel == "combine":
-            facts = {"BLOCK_P": row.block_n}
+            facts = {"BLOCK_P": row.block_n * row.chunk // constants["WIDTH"]}
         if self.kernel == "choose":
             facts = {"PIECE": row.block_n}
         widest = 0
