@@ -248,7 +248,7 @@ def index_logits(kv_format: str, block_size: int) -> tuple[str, tuple[str, ...]]
     if "shuffled" in kv_format:
         return "deepgemm_fp8_paged_mqa_logits", ("Preshuffle", "KVBlockSize", "ChunkK")
     if block_size == 1:
-        return "deepgemm_fp8_paged_mqa_logits", ()
+        return "deepgemm_fp8_paged_mqa_logits", ("KVBlockSize", "ChunkK")
     return "deepgemm_fp8_paged_mqa_logits_stage1", ("ChunkQ", "ChunkK")
 
 
