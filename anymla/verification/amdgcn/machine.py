@@ -25,8 +25,9 @@ SCALARS = 256
 ORDERS = ("lockstep", "forward", "reverse", "clock")
 """lockstep: all waves together. forward, reverse: wave by wave of a workgroup, each up to its next barrier.
 clock: by a crude clock, for hand-written code that reuses LDS without a barrier because the readers are long
-done, or a register because its load is; that is then a note, since what depends on the clock is undecided. What
-was never written starts as NaN there too, but is not followed: such code lets lanes compute that nobody reads."""
+done, or a register because its load is; that is then a note, since what depends on the clock is undecided.
+What was never written starts as NaN there too, but is not followed: such code lets lanes compute that nobody
+reads."""
 
 MOST_STEPS = 20_000_000
 """Steps of groups of waves after which a kernel is said not to end: minutes."""
@@ -181,6 +182,8 @@ class Machine:
         has_source: In a DPP instruction, the lanes whose source is there.
     """
 
+    mask: Array
+    full: bool
     taken: Any
     has_source: Array
 

@@ -106,6 +106,16 @@ def test_what_was_never_written_may_be_copied_and_passed_over():
     execute(text, v={6: 0}, vcc=(1 << 64) - 1, shared=64)
 
 
+def test_a_half_that_a_packed_instruction_does_not_name_decides_nothing():
+    text = "  v_pk_add_f32 v[8:9], v[6:7], v[4:5] {}\n  ds_read_b32 v10, v9"
+    given = {"v": {4: 0, 5: 0, 6: 0}, "shared": 64}
+    execute(text.format("op_sel_hi:[0,1]"), **given)
+    with pytest.raises(Fault, match="vector register 9 decides something"):
+        execute(text.format(""), **given)
+    # What is undefined in the upper half does not reach the lower one.
+    execute(text.replace("v9", "v8").format(""), **given)
+
+
 def test_lds_that_was_never_written_may_not_decide():
     text = "  ds_read_b32 v3, v1\n  s_waitcnt lgkmcnt(0)\n  ds_read_b32 v4, v3"
     with pytest.raises(Fault, match="vector register 3 decides something"):

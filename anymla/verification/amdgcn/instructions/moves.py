@@ -140,7 +140,7 @@ def _buffer(context: Context, operands: Sequence[Operand], size: int) -> Place:
 
     def place(m: Machine) -> tuple[Array, Array | None]:
         high = m.s[register + 1]
-        # Without an index a stride multiplies nothing, unless it also permutes addresses or lanes are counted.
+        # Without an index a stride multiplies nothing, unless it permutes addresses too or lanes are counted.
         if ((high >> U32(31)) | (m.s[register + 3] >> U32(23) & U32(context.generation == 9))).any():
             raise m.fault("the descriptor swizzles addresses; needs a raw buffer", int(m.waves[0]))
         base = m.s[register].astype(U64) | (high & U32(0xFFFF)).astype(U64) << U64(32)

@@ -28,7 +28,7 @@ from anymla.verification.amdgcn.instructions.rows import (
     source,
     step,
 )
-from anymla.verification.amdgcn.machine import EXEC, SCALARS, Machine, Run, Step
+from anymla.verification.amdgcn.machine import EXEC, SCALARS, Machine, Step
 from anymla.verification.amdgcn.parse import Operand, Unknown
 
 
@@ -61,8 +61,7 @@ class Vector(Row):
         packed = any(kind.startswith("p") for kind in spec.destinations)
         semantics = semantics if packed else _finished(semantics, spec.destinations, context)
         if packed:
-            run = _packed(self, spec, destinations, sources, context)
-            return step(run, context, reads, writes, spread=self.spread)
+            return _packed(self, spec, destinations, sources, context)
         raws: list[Fetch | None] = [None] * len(sources)
         if mnemonic.endswith("_sdwa"):
             raws = [
@@ -131,8 +130,8 @@ def _finished(semantics: Callable[..., Any], kinds: Sequence[str], context: Cont
 
 def _packed(
     row: Vector, spec: Operands, destinations: Sequence[Operand], sources: Sequence[Operand], context: Context
-) -> Run:
-    """Low and high halves, each by itself."""
+) -> Step:
+    """Low and high halves, each by itself and of the halves that it names."""
     count = len(sources)
     low, high = context.numbers("op_sel", [0] * count), context.numbers("op_sel_hi", [1] * count)
     neg = context.numbers("neg_lo", [0] * count), context.numbers("neg_hi", [0] * count)
@@ -158,7 +157,15 @@ def _packed(
 
     if clamp:
         raise Unknown(f"clamp of `{context.instruction.text}` got no meaning here")
-    return run
+    reads, writes = numbers_of(context, sources), numbers_of(context, destinations)
+    if kind != "f32":
+        return step(run, context, reads, writes, spread=row.spread)
+    pairs = [context.registers(operand) for operand in sources]
+    lower, upper = (
+        tuple(pair[min(half, len(pair) - 1)] for pair, half in zip(pairs, which, strict=True) if pair)
+        for which in (low, high)
+    )
+    return step(run, context, (*lower, *upper), writes, spread="upward", lower=lower)
 
 
 _PARTS = {
