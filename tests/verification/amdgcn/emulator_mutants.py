@@ -1,13 +1,13 @@
 """Takes instructions out of the decode kernel, one at a time, and sees whether their absence is found.
 
-In a process of its own, `python emulator_mutants.py CHIP [KINDS] [EVERY] [--record]`: prints a line of JSON
-for each site of some kinds, or every n-th. With --record all that was found goes into `evidence/CHIP`, if
+In a process of its own, `python emulator_mutants.py CHIP [KINDS] [EVERY] [--record FOLDER]`: prints a line of
+JSON for each site of some kinds, or every n-th. With --record all that was found goes into `FOLDER/CHIP`, if
 nothing was missed but what nothing can depend on.
 """
 
+import argparse
 import json
 import re
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -239,7 +239,7 @@ def _source_line(source: str) -> str:
     return lines[int(number) - 1].strip() if 0 < int(number or 0) <= len(lines) else ""
 
 
-def record(chip: str, facts: Sequence[dict[str, Any]], seconds: float) -> Path:
+def record(chip: str, facts: Sequence[dict[str, Any]], seconds: float, folder: Path, commit: str) -> Path:
     """Write down what was taken out, how it was found, and what nothing can depend on."""
     missed = [fact for fact in facts if not fact["found"] and not fact["redundant"]]
     assert not missed, missed
@@ -249,6 +249,8 @@ def record(chip: str, facts: Sequence[dict[str, Any]], seconds: float) -> Path:
     made = {
         "date": datetime.now(UTC).date().isoformat(),
         **made_with("torch", "triton"),
+        **({"commit": commit} if commit else {}),
+        "backend": "triton",
         "arch": chip,
         "device": f"emulator of {ARCHES[chip].part}",
         "how": f"each instruction taken out of {KERNEL} in turn; {HOW}",
@@ -262,24 +264,30 @@ def record(chip: str, facts: Sequence[dict[str, Any]], seconds: float) -> Path:
             for (kind, why, at), count in sorted(reasons.items())
         ],
     }
-    path = Path("evidence") / chip / "triton_mutants.json"
+    path = folder / chip / "triton_mutants.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(made, indent=2, ensure_ascii=False) + "\n")
     return path
 
 
-def main(arguments: Sequence[str]) -> None:
+def main() -> None:
     """See above."""
-    chip, *rest = (argument for argument in arguments if argument != "--record")
-    kinds = rest[0].split(",") if rest else list(KINDS)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("chip")
+    parser.add_argument("kinds", nargs="?", default=",".join(KINDS))
+    parser.add_argument("every", nargs="?", type=int, default=1)
+    parser.add_argument("--record", type=Path, metavar="FOLDER")
+    parser.add_argument("--commit", default="", help="of what is run, where that is no checkout")
+    asked = parser.parse_args()
     facts, began = [], time.monotonic()
-    for fact in check_mutants(chip, kinds, int(rest[1]) if rest[1:] else 1):
+    for fact in check_mutants(asked.chip, asked.kinds.split(","), asked.every):
         facts.append(fact)
         print(json.dumps(fact), flush=True)
-    if "--record" in arguments:
-        print(record(chip, facts, time.monotonic() - began))
+    if asked.record:
+        print(record(asked.chip, facts, time.monotonic() - began, asked.record, asked.commit))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     np.seterr(all="ignore")
-    main(sys.argv[1:])
+    main()
