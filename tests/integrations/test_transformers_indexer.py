@@ -1,5 +1,7 @@
 """Models' own indexers on our index keys: the choice of stock in every way of generating, fp8 where asked."""
 
+from importlib import import_module
+
 import pytest
 import torch
 
@@ -23,11 +25,23 @@ from hosting import (
 )
 from transformers import DynamicCache
 
+from anymla import machine_named
 from anymla.errors import InvalidInput
+from anymla.hardware.arches import ARCHES
 from anymla.integrations.transformers import attach, indexer
 from anymla.verification.judge import judge_tensor
 
 POOLED, NARROW = "Glm5NextForConditionalGeneration", "MistralLarge4ForConditionalGeneration"
+
+WIDTHS = {
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+}
+"""Those of DeepSeek-V3.2."""
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +128,25 @@ class TestKeysInFp8:
             got = real_logits(model, batch)
         exact = real_logits(chosen.impose_on(fp64(model)), batch)
         judge_tensor("logits", got, exact, real_logits(chosen.impose_on(eager(model)), batch)).require_pass()
+
+
+class TestRealWidths:
+    def test_logits_stay_within_the_budget_of_the_judge(self):
+        model, batch = build("tiny-deepseek-v32", **WIDTHS), padded(PROMPTS[0])
+        reference = exact_logits(model, batch)
+        with attach(model):
+            got = real_logits(model, batch)
+        judge_tensor("logits", got, reference, real_logits(eager(model), batch)).require_pass()
+
+    @pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch not in ("cpu", "gfx1250")])
+    def test_every_gpu_serves_what_attach_asks_for(self, monkeypatch, arch):
+        module = import_module("anymla.integrations.transformers.attach")
+        monkeypatch.setattr(module, "machine_of", lambda device: machine_named(arch))
+        model = build("tiny-hy-v4", dtype=torch.bfloat16, **{**WIDTHS, "index_topk": 2048})
+        for options in ({}, {"index_format": "index_k", "kv_format": "fp8"}):
+            with attach(model, **options) as attached:
+                asked = {choice.problem.op for choice in attached.choices}
+            assert asked == {"decode", "prefill", "sparse_decode", "index_topk"}
 
 
 class TestEveryWayOfGenerating:

@@ -211,7 +211,7 @@ class _Pages:
             module = module_of(choice)
             plans[key] = module, module.plan_index_topk(batch, problem, choice.machine, choice.knobs)
         module, state = plans[key]
-        # The model has made them fp32; what they were before loses nothing.
+        # The model makes queries fp32 only to score with them.
         queries, weights = queries.to(self.site.weight.dtype), weights.float()
         if store.format.value_dtype.itemsize == 1:
             queries, weights = indices.quantise_queries(
