@@ -1,8 +1,8 @@
 """Takes instructions out of the decode kernel, one at a time, and sees whether their absence is found.
 
 In a process of its own, `python emulator_mutants.py CHIP [KINDS] [EVERY] [--record FOLDER]`: prints a line of
-JSON for each site of some kinds, or every n-th. With --record all that was found goes into `FOLDER/CHIP`, if
-nothing was missed but what nothing can depend on.
+JSON for each site of some kinds, or every n-th, of each launch row. With --record all that was found goes into
+`FOLDER/CHIP`, if nothing was missed but what nothing can depend on.
 """
 
 import argparse
@@ -11,6 +11,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,14 @@ import torch
 from anymla import plans
 from anymla.contract import Batch
 from anymla.hardware.arches import ARCHES
-from anymla.hardware.launch import LAUNCH, launch_rows
+from anymla.hardware.launch import LAUNCH, Launch, launch_rows
 from anymla.verification.amdgcn.checks import Fault
 from anymla.verification.amdgcn.conformance import HOW
 from anymla.verification.amdgcn.driver import Emulator, OrderMatters, emulated
 from anymla.verification.amdgcn.machine import Machine, Step
 from anymla.verification.amdgcn.parse import Instruction
 from anymla.verification.amdgcn.program import Program
+from anymla.verification.amdgcn.rows import row_named
 from anymla.verification.batches import take
 from anymla.verification.checks import right_answer
 from anymla.verification.inputs import Inputs, decode_inputs
@@ -78,13 +80,13 @@ class Mutants:
     query token that belongs to no sequence, the queries of the second end where the last tile does not, and
     the third has but one, in a tile that nobody else has a part of. With the heads of the others, other rows
     of a tile are the first to see a key more, and a tile has one row alone. All calls are of one
-    specialisation, of the first launch row.
+    specialisation.
     """
 
     lens = (100, 0, 37, 61, 1, 2, 3, 5, 6, 7, 9, 10, 11, 12, 31, 45, 50, 56, 33, 65)
     asked = (1, 1, 2, *(1,) * 15, 5, 5)
 
-    def __init__(self, emulator: Emulator) -> None:
+    def __init__(self, emulator: Emulator, block_m: int) -> None:
         self.emulator = emulator
         first, *others = (
             decode_inputs(Widths(heads, *WIDTHS, sm_scale=0.004), lens, asked, seed=3, sinks="near")
@@ -92,7 +94,7 @@ class Mutants:
                 (3, self.lens, self.asked),
                 (5, (37, 22), (3, 3)),
                 (7, (37, 22), (2, 2)),
-                (17, (5, 20), (1, 1)),
+                (block_m + 1, (5, 20), (1, 1)),
             )
         )
         every, alone = range(len(self.lens)), self.lens.index(5)
@@ -161,11 +163,11 @@ def sites(steps: Sequence[Step], kind: str) -> list[tuple[int, ...]]:
     return found
 
 
-def check_mutants(chip: str, kinds: Sequence[str], every: int = 1) -> Iterator[dict[str, Any]]:
-    """Every site of some kinds, or every n-th, and how its absence is found."""
-    first_row = mock.patch.dict(LAUNCH, {("attend", chip): launch_rows("attend", chip)[:1]})
-    with emulated(chip, units=4) as emulator, first_row:
-        mutants, busy = Mutants(emulator), _watched()
+def check_mutants(chip: str, row: Launch, kinds: Sequence[str], every: int) -> Iterator[dict[str, Any]]:
+    """Every site of some kinds, or every n-th, of a launch row's kernel, and how its absence is found."""
+    only = mock.patch.dict(LAUNCH, {("attend", chip): (row,)})
+    with emulated(chip, units=4) as emulator, only, _watched() as busy:
+        mutants = Mutants(emulator, row.block_m)
 
         def look(kernel: Program) -> Program:
             if kernel.launch.name == KERNEL:
@@ -190,6 +192,7 @@ def check_mutants(chip: str, kinds: Sequence[str], every: int = 1) -> Iterator[d
                 if kind in IDLE and instruction.line not in busy:
                     why = IDLE[kind]
                 yield {
+                    "row": row_named("attend", row),
                     "kind": kind,
                     "text": instruction.text,
                     "at": f"{source} {line}",
@@ -206,7 +209,8 @@ def _of_region(steps: Sequence[Step], index: int) -> Instruction:
     return before if kept else steps[index].instruction
 
 
-def _watched() -> set[int]:
+@contextmanager
+def _watched() -> Iterator[set[int]]:
     """The lines of waits that something landed at, and of barriers with accesses to LDS before them."""
     seen: set[int] = set()
     wait, meet = Machine.wait, Machine._end_of_epoch
@@ -226,8 +230,8 @@ def _watched() -> set[int]:
                     seen.add(machine.launch.steps[group.pc - 1].instruction.line)
         meet(machine)
 
-    Machine.wait, Machine._end_of_epoch = watching, meeting  # type: ignore[method-assign]
-    return seen
+    with mock.patch.object(Machine, "wait", watching), mock.patch.object(Machine, "_end_of_epoch", meeting):
+        yield seen
 
 
 def _source_line(source: str) -> str:
@@ -244,7 +248,7 @@ def record(chip: str, facts: Sequence[dict[str, Any]], seconds: float, folder: P
     missed = [fact for fact in facts if not fact["found"] and not fact["redundant"]]
     assert not missed, missed
     unseen = [fact for fact in facts if not fact["found"]]
-    reasons = Counter((fact["kind"], fact["redundant"], fact["at"]) for fact in unseen)
+    reasons = Counter((fact["row"], fact["kind"], fact["redundant"], fact["at"]) for fact in unseen)
     kinds = dict.fromkeys(fact["kind"] for fact in facts)
     made = {
         "date": datetime.now(UTC).date().isoformat(),
@@ -255,13 +259,14 @@ def record(chip: str, facts: Sequence[dict[str, Any]], seconds: float, folder: P
         "device": f"emulator of {ARCHES[chip].part}",
         "how": f"each instruction taken out of {KERNEL} in turn; {HOW}",
         "seconds": round(seconds, 1),
+        "rows": list(dict.fromkeys(fact["row"] for fact in facts)),
         "found": {
             kind: dict(Counter(f["found"] for f in facts if f["kind"] == kind and f["found"]))
             for kind in kinds
         },
         "redundant": [
-            {"kind": kind, "count": count, "at": at, "because": why}
-            for (kind, why, at), count in sorted(reasons.items())
+            {"row": row, "kind": kind, "count": count, "at": at, "because": why}
+            for (row, kind, why, at), count in sorted(reasons.items())
         ],
     }
     path = folder / chip / "triton_mutants.json"
@@ -276,13 +281,16 @@ def main() -> None:
     parser.add_argument("chip")
     parser.add_argument("kinds", nargs="?", default=",".join(KINDS))
     parser.add_argument("every", nargs="?", type=int, default=1)
+    parser.add_argument("--row", type=int, help="only this launch row, counted from 0")
     parser.add_argument("--record", type=Path, metavar="FOLDER")
     parser.add_argument("--commit", default="", help="of what is run, where that is no checkout")
     asked = parser.parse_args()
     facts, began = [], time.monotonic()
-    for fact in check_mutants(asked.chip, asked.kinds.split(","), asked.every):
-        facts.append(fact)
-        print(json.dumps(fact), flush=True)
+    rows = launch_rows("attend", asked.chip)
+    for row in rows if asked.row is None else [rows[asked.row]]:
+        for fact in check_mutants(asked.chip, row, asked.kinds.split(","), asked.every):
+            facts.append(fact)
+            print(json.dumps(fact), flush=True)
     if asked.record:
         print(record(asked.chip, facts, time.monotonic() - began, asked.record, asked.commit))
 
