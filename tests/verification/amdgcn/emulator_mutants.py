@@ -1,8 +1,8 @@
 """Takes instructions out of the decode kernel, one at a time, and sees whether their absence is found.
 
 In a process of its own, `python emulator_mutants.py CHIP [KINDS] [EVERY] [--record FOLDER]`: prints a line of
-JSON for each site of some kinds, or every n-th, of each launch row. With --record all that was found goes into
-`FOLDER/CHIP`, if nothing was missed but what nothing can depend on.
+JSON for each site of some kinds, or every n-th, of each launch row. With --record all that was found goes
+into `FOLDER/CHIP`, if nothing was missed but what nothing can depend on.
 """
 
 import argparse
