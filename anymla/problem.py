@@ -38,6 +38,9 @@ KV_FORMAT_NAMES = (
 FOREIGN_FORMAT_NAMES = ("index_k_shuffled", "index_k_shuffled_fnuz")
 """Layouts that one library alone reads: opened and converted everywhere, run by its backend only."""
 
+FORMAT_NAMES = (*KV_FORMAT_NAMES, *FOREIGN_FORMAT_NAMES)
+"""Every format."""
+
 _ALIASES = {
     "bfloat16": "bf16",
     "float16": "fp16",

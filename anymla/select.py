@@ -11,7 +11,7 @@ from anymla.errors import NoBackend, Reasons, UnknownBackend
 from anymla.hardware.arches import ARCHES
 from anymla.hardware.probe import NEWEST, PACKAGES, Machine
 from anymla.hardware.quirks import QUIRKS, Quirk, Weighed
-from anymla.problem import DTYPE_NAMES, FOREIGN_FORMAT_NAMES, KV_FORMAT_NAMES, OPS, Problem
+from anymla.problem import DTYPE_NAMES, FORMAT_NAMES, KV_FORMAT_NAMES, OPS, Problem
 from anymla.rules import Rule, likeness, listed, one_of
 
 TPHeads = tuple[tuple[int, int], ...]
@@ -139,8 +139,7 @@ def library_report(machine: Machine) -> dict[str, dict[str, object]]:
 
 def _check(problem: Problem) -> None:
     reasons = Reasons("problem")
-    formats = (*KV_FORMAT_NAMES, *FOREIGN_FORMAT_NAMES)
-    for name, known in (("op", OPS), ("q_dtype", DTYPE_NAMES), ("kv_format", formats)):
+    for name, known in (("op", OPS), ("q_dtype", DTYPE_NAMES), ("kv_format", FORMAT_NAMES)):
         value = getattr(problem, name)
         reasons.need(value in known, name, value, f"one of {listed(known)}")
     for name in ("num_heads", "kv_lora_rank", "block_size"):

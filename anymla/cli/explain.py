@@ -15,7 +15,7 @@ from anymla.hardware.launch import Launch, launch_rows
 from anymla.hardware.probe import Machine, machine_named, this_machine
 from anymla.hardware.tiles import attend_row, prefill_row
 from anymla.models import MODELS, model_named
-from anymla.problem import DTYPE_NAMES, KV_FORMAT_NAMES, OPS, Feature, Problem, canonical_name
+from anymla.problem import DTYPE_NAMES, FORMAT_NAMES, OPS, Feature, Problem, canonical_name
 from anymla.rules import listed
 from anymla.select import Verdict
 
@@ -60,9 +60,7 @@ def explain(
     ] = None,
     kv: Annotated[
         str | None,
-        typer.Option(
-            help=f"Cache format: fp8, or one of {', '.join(KV_FORMAT_NAMES)}. Left out: as --dtype."
-        ),
+        typer.Option(help=f"Cache format: fp8, or one of {', '.join(FORMAT_NAMES)}. Left out: as --dtype."),
     ] = None,
     q_len: Annotated[int, typer.Option(help="The most query tokens of any one sequence.")] = 1,
     sinks: Annotated[bool, typer.Option("--sinks", help="With attention sinks.")] = False,
@@ -93,7 +91,7 @@ def explain(
     machines = [_asked(reasons, machine_named, name) for name in names] or [this_machine()]
     wanted = canonical_name(dtype), canonical_name(kv or "bf16")
     reasons.need(wanted[0] in DTYPE_NAMES, "dtype", dtype, f"one of {listed(DTYPE_NAMES)}")
-    reasons.need(wanted[1] in KV_FORMAT_NAMES, "kv", kv, f"fp8, {listed(KV_FORMAT_NAMES)}")
+    reasons.need(wanted[1] in FORMAT_NAMES, "kv", kv, f"fp8, {listed(FORMAT_NAMES)}")
     reasons.need(op in OPS, "op", op, f"one of {listed(OPS)}")
     reasons.need(not sparse or op in ("decode", "sparse_decode"), "op", op, "sparse_decode with --sparse")
     reasons.raise_if_any()

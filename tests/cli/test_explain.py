@@ -125,6 +125,13 @@ def test_a_release_of_aiter_can_be_asked_about() -> None:
     assert "assumed with aiter v0.1.16.post2 and the newest release of every other package" in text
 
 
+def test_a_layout_of_one_library_can_be_asked_about() -> None:
+    asked = ("--model", "deepseek-v3.2", "--op", "index_topk", "--dtype", "fp8", "--machine", "gfx942")
+    found = answer(*asked, "--kv", "index_k_shuffled_fnuz")
+    assert found["choice"] == "aiter"
+    assert any("index_k_shuffled_fnuz" in reason for reason in verdict(found, "triton")["reasons"])
+
+
 def test_evidence_says_where_a_backend_ran_and_where_it_was_only_compiled() -> None:
     found = answer(
         "--model", "deepseek-v3", "--machine", "gfx942", "--machine", "sm90", "--machine", "gfx1250"
