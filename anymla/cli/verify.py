@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from anymla.verification.run import Progress, Report
 
+R = TypeVar("R")
 EVIDENCE = Path("evidence")
 """Where `--record` writes, in the current folder."""
 
@@ -21,6 +22,9 @@ def verify(
     backend: Annotated[str, typer.Option(help="Name of a backend.")] = "cpu",
     machine: Annotated[
         str, typer.Option(help="A chip of AMD to compile for; its code is executed on the emulator.")
+    ] = "",
+    aiter: Annotated[
+        str, typer.Option(help="With --machine: where an AITER is, whose own code objects are executed.")
     ] = "",
     quick: Annotated[bool, typer.Option("--quick", help="Only a part, in a fraction of the time.")] = False,
     rows: Annotated[
@@ -42,10 +46,14 @@ def verify(
     The cases come from what the backend's rows offer: each is run on hostile inputs and judged by one budget;
     what is not offered must be refused. Random calls (--fuzz) come from the rows too; one that fails prints
     the command that makes it again. With --machine, the kernels of the backend "triton" are compiled for that
-    chip and executed by an emulator of its instructions, on any machine, at small sizes. Exit code 1 if
-    anything fails or a fault is missed.
+    chip and executed by an emulator of its instructions, on any machine, at small sizes; with --aiter too,
+    the code objects of that AITER are, alone and under the backend "aiter". Exit code 1 if anything fails or
+    a fault is missed.
     """
     from anymla.verification import run
+
+    if aiter:
+        _verify_aiter(Path(aiter), machine, quick, record, in_json)
 
     def verified(progress: "run.Progress | None" = None) -> "Report":
         shared: dict[str, Any] = {"processes": processes, "progress": progress}
@@ -68,7 +76,23 @@ def verify(
     raise typer.Exit(1 if failed else 0)
 
 
-def _with_progress(verified: "Callable[[Progress], Report]") -> "Report":
+def _verify_aiter(path: Path, chip: str, quick: bool, record: bool, in_json: bool) -> None:
+    from anymla.cli import verify_aiter
+    from anymla.verification.aiter_objects import run
+
+    def verified(progress: "Progress | None" = None) -> run.AiterReport:
+        return run.verify(path, chip, quick=quick, progress=progress)
+
+    report = verified() if in_json else _with_progress(verified)
+    written = run.record(report, EVIDENCE) if record and not report.failures else None
+    if in_json:
+        typer.echo(json.dumps({**report.to_dict(), "evidence": written and str(written)}))
+    else:
+        verify_aiter.show(report, written)
+    raise typer.Exit(1 if report.failures else 0)
+
+
+def _with_progress(verified: "Callable[[Progress], R]") -> "R":
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

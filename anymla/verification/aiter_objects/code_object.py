@@ -1,4 +1,4 @@
-"""A code object of AMD as assembly text: what the disassembler says, and the fields of its kernel's descriptor."""
+"""A code object of AMD as assembly text: what a disassembler says, and what the kernel's descriptor says."""
 
 import os
 import re
@@ -62,8 +62,8 @@ class Disassembler:
                 return cls(path, version)
             found += [f"{path} of LLVM {version}"] if path else []
         raise NoDisassembler(
-            f"llvm-objdump got {', '.join(dict.fromkeys(found)) or 'none'}; {chip} needs one of LLVM {least} or "
-            "newer: apt install llvm-19, or name it in LLVM_OBJDUMP"
+            f"llvm-objdump got {', '.join(dict.fromkeys(found)) or 'none'}; {chip} needs one of LLVM {least} "
+            f"or newer: apt install llvm-{least}, or name it in LLVM_OBJDUMP"
         )
 
     def text(self, path: Path, chip: str) -> str:
@@ -77,8 +77,9 @@ class Disassembler:
         if done.returncode:
             raise CodeObjectError(f"{path.name}: {done.stderr.strip() or 'llvm-objdump failed'}")
         body = done.stdout.partition(">:\n")[2]
-        if not body or (lost := _UNDECODED.search(body)):
-            line = body[lost.start() :].strip().splitlines()[0] if body else "no instructions"
+        lost = _UNDECODED.search(body)
+        if not body or lost is not None:
+            line = body[lost.start() :].strip().splitlines()[0] if lost else "a kernel"
             raise CodeObjectError(f"{path.name}: {line} is not decoded by LLVM {self.version}")
         name, fields = descriptor(path.read_bytes(), path.name)
         head = [f".globl {name}", *(f".amdhsa_{field} {value}" for field, value in fields.items())]

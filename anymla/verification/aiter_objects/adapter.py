@@ -1,0 +1,145 @@
+"""Our adapter over AITER's own kernels: every route that it takes, run with its own lists and plans."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+
+from anymla import select
+from anymla.contract import AttentionOutput, Batch
+from anymla.errors import AnyMLAError
+from anymla.hardware.probe import Machine
+from anymla.plans import decode_plan
+from anymla.problem import Feature, Problem
+from anymla.verification.aiter_objects.findings import Finding
+from anymla.verification.aiter_objects.launch import Objects
+from anymla.verification.aiter_objects.scenes import (
+    LATENT,
+    SM_SCALE,
+    WIDTH,
+    Scene,
+    scene,
+)
+from anymla.verification.aiter_objects.stand_in import StandIn
+from anymla.verification.judge import wrong
+
+HEADS = (5, 8, 16, 24, 32, 48, 64, 96, 128)
+LENS = (5, 33, 64, 130)
+UNITS = 6
+DTYPES = (("bf16", "bf16"), ("bf16", "fp8"), ("fp8", "fp8"))
+
+
+@dataclass(frozen=True)
+class Call:
+    """A decode that is asked of the adapter."""
+
+    q: str
+    kv: str
+    heads: int
+    q_len: int
+    lse: bool
+
+    def __str__(self) -> str:
+        lse = ", lse" if self.lse else ""
+        return f"{self.q} × {self.kv}, {self.heads} heads, {self.q_len} query tokens{lse}"
+
+
+def calls() -> Iterator[Call]:
+    """Every one that is asked."""
+    for q, kv in DTYPES:
+        for heads in HEADS:
+            for q_len in (1, 2, 4):
+                for lse in (False, True):
+                    yield Call(q, kv, heads, q_len, lse)
+
+
+class NotTaken(AnyMLAError, RuntimeError):
+    """The adapter takes no call at all with an AITER; the message gives every reason."""
+
+
+def examine(objects: Objects, root: Path, release: str) -> Iterator[Finding]:
+    """Run every route that the adapter takes.
+
+    Args:
+        objects: The code objects.
+        root: The folder that holds the package `aiter`, beside its tables.
+        release: What its package calls it, "" where nothing says.
+
+    Raises:
+        NotTaken: there is no route.
+    """
+    packages = (("aiter", release), ("torch", ""), ("triton", ""))
+    machine = Machine(objects.chip, packages, multiprocessors=UNITS)
+    seen: set[object] = set()
+    why: dict[str, None] = {}
+    for call in calls():
+        stand_in = StandIn(objects, UNITS)
+        with _on_path(root), stand_in.installed():
+            verdict = next(v for v in select.explain(_problem(machine, call), machine) if _is_ours(v))
+            if not verdict.accepted:
+                why.update(dict.fromkeys(verdict.reasons))
+                continue
+            found = _run(objects.chip, stand_in, machine, call, seen)
+        if found is not None:
+            yield found
+    if not seen:
+        raise NotTaken("; ".join(why))
+
+
+def _run(chip: str, stand_in: StandIn, machine: Machine, call: Call, seen: set[object]) -> Finding | None:
+    """Run a call, unless its route was run before."""
+    began, made = time.monotonic(), scene(chip, call.q, call.kv, call.heads, LENS, call.q_len)
+    plan = decode_plan(_batch(made), _problem(machine, call), "aiter", machine)
+    route = plan.state.layout.route
+    knobs = {knob: str(value) for knob, value in sorted(route.knobs.items())}
+    key = (route.call, *knobs.items())
+    if key in seen:
+        return None
+    seen.add(key)
+    stand_in.chosen = route.call
+    q = made.exact_q()
+    try:
+        got = plan.run(q[..., :LATENT], q[..., LATENT:], made.cache, sm_scale=SM_SCALE, return_lse=call.lse)
+        judged = made.judged(AttentionOutput(got.out, got.lse))
+    except AnyMLAError as error:
+        judged = wrong(str(error))
+    outcome = "wrong" if judged.reasons else "undecided" if stand_in.undecided else "right"
+    name = f"{call}: {', '.join(dict.fromkeys(stand_in.launched))}"
+    why, timing = next(iter(judged.reasons), ""), len(stand_in.undecided)
+    return Finding(name, outcome, judged.share, why, knobs, timing, time.monotonic() - began)
+
+
+def _is_ours(verdict: select.Verdict) -> bool:
+    return verdict.backend.name == "aiter"
+
+
+def _problem(machine: Machine, call: Call) -> Problem:
+    fp8 = f"fp8_{machine.fp8_flavour}"
+    q, kv = (fp8 if kind == "fp8" else kind for kind in (call.q, call.kv))
+    several = {Feature.MULTI_TOKEN} if call.q_len > 1 else set()
+    asked = frozenset(several | ({Feature.LSE} if call.lse else set()))
+    return Problem(
+        "decode", q, kv, call.heads, LATENT, WIDTH - LATENT, block_size=1, q_len=call.q_len, features=asked
+    )
+
+
+def _batch(made: Scene) -> Batch:
+    pages = torch.zeros(len(made.lens), max(made.lens), dtype=torch.int32)
+    for row, (start, end) in zip(pages, pairwise(made.kv_indptr.tolist()), strict=True):
+        row[: end - start] = made.slots[start:end]
+    lens = torch.tensor(made.lens, dtype=torch.int32)
+    return Batch.of(seq_lens=lens, block_table=pages, qo_indptr=made.qo_indptr, block_size=1)
+
+
+@contextmanager
+def _on_path(root: Path) -> Iterator[None]:
+    sys.path.insert(0, str(root))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(root))
