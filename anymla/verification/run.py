@@ -287,7 +287,7 @@ def record(report: Report, folder: Path, commit: str | None = None) -> Path:
     part = "_fuzz" if "fuzz" in report.extent else "_rows" if "only" in report.extent else ""
     path = folder / report.machine.arch / f"{report.backend}{part}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**made, **facts}, indent=2) + "\n")
+    path.write_text(json.dumps({**made, **facts}, indent=2, ensure_ascii=False) + "\n")
     return path
 
 
