@@ -72,6 +72,7 @@ def test_on_rocm_it_says_what_aiter_has_and_lacks(monkeypatch: pytest.MonkeyPatc
     assert aiter["release"] == "0.1.16.post2"
     assert {"mla_decode_fwd", "mla_reduce_v1", "get_mla_metadata_v1"} <= set(aiter["bound"])
     assert aiter["kernels"]["bf16/bf16 rows"] == 7
+    assert aiter["kernels"]["bf16/bf16 prefill"] == 2
     assert "this AITER returns an lse that nothing wrote" not in aiter["quirks"]
     assert "sets finite_slot_0=1" in aiter["quirks"]
     assert aiter["missing"] == []

@@ -240,6 +240,7 @@ FUNCTIONS: dict[str, Function] = {
 """Every function of AITER that is called, by name."""
 
 DECODE = ("mla_decode_fwd", "get_mla_metadata_info_v1", "get_mla_metadata_v1")
+"""What a decode may call; where none of the kernels is persistent, only the first."""
 PREFILL = ("mla_prefill_ps_asm_fwd", "get_ps_metadata_info_v1", "get_ps_metadata_v1", "mla_reduce_v1")
 
 

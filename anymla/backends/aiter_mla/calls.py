@@ -46,11 +46,12 @@ def call_of(aiter: Aiter, name: str) -> Call:
     return Call(function, found)
 
 
-@lru_cache(maxsize=16)
-def import_failure(aiter: Aiter) -> str:
-    """Why the AITER that is installed cannot be called, found by importing it; "" where it can."""
+@lru_cache(maxsize=64)
+def import_failure(aiter: Aiter, names: tuple[str, ...]) -> str:
+    """Why functions of the AITER that is installed cannot be called, by importing them; "" if they can."""
     try:
-        call_of(aiter, "mla_decode_fwd")
+        for name in names:
+            call_of(aiter, name)
     except BackendError as failure:
         return str(failure)
     return ""

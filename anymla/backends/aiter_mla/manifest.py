@@ -53,7 +53,8 @@ def weigh(problem: Problem, machine: Machine) -> Weighed:
     if said.reasons:
         return said
     # Importing it brings torch, which a process that only explains does without.
-    failure = import_failure(aiter) if aiter.installed and "torch" in sys.modules else ""
+    is_here = aiter.installed and "torch" in sys.modules
+    failure = import_failure(aiter, _called(problem)) if is_here else ""
     return Weighed((failure,)) if failure else said
 
 
@@ -68,7 +69,9 @@ def report(machine: Machine) -> dict[str, object]:
     missing = list(dict.fromkeys(aiter.refusals(tuple(bindings.FUNCTIONS))))
     if aiter.installed and aiter.release:
         missing += [failure] if (failure := import_apart()) else []
-    counts = Counter(f"{k.q}/{k.kv} {mode(bool(k.persistent))}" for k in aiter.kernels if not k.prefill)
+    counts = Counter(
+        f"{k.q}/{k.kv} {'prefill' if k.prefill else mode(bool(k.persistent))}" for k in aiter.kernels
+    )
     quirks = {q: None for call in _every_call(aiter) for q in quirks_of(call, aiter)}
     return {
         "release": aiter.release,
@@ -109,6 +112,17 @@ def quirks_of(call: KernelCall, aiter: Aiter) -> tuple[Quirk, ...]:
     version = NEWEST if aiter.release == "HEAD" else aiter.release
     packages = {"aiter": version}
     return tuple(q for q in KERNEL_QUIRKS if q.applies(call, "aiter", aiter.arch, packages))
+
+
+def _called(problem: Problem) -> tuple[str, ...]:
+    """The functions without which a call cannot be made."""
+    if problem.op == "prefill":
+        return bindings.PREFILL
+    if problem.op == "index_topk":
+        return (bindings.index_logits(problem.kv_format, problem.block_size)[0],)
+    return (
+        (bindings.cache_writer(problem.kv_format)[0],) if problem.op == "write_cache" else ("mla_decode_fwd",)
+    )
 
 
 def _decode(problem: Problem, aiter: Aiter) -> Weighed:

@@ -185,6 +185,20 @@ def test_an_import_that_dies_is_a_reason_and_the_next_backend_takes_the_call(
     assert "aiter 0.1.20.post1 cannot be imported: aiter.mla.mla_decode_fwd: " in str(choice)
 
 
+def test_a_part_whose_import_dies_is_refused_alone(installation, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = installation()
+    monkeypatch.setattr(provider, "package_root", lambda: root)
+    machine = Machine("gfx942", (("aiter", "0.1.20.post1"), ("triton", "3.6.0")), multiprocessors=304)
+    AiterDouble("0.1.20.post1", "gfx942").install(monkeypatch)
+    read(root), select.explain.cache_clear(), select.choose.cache_clear()
+    asked = model_named("glm-5").problem("index_topk", q_dtype="fp8_e4m3fnuz", kv_format="index_k_fnuz")
+    choice = select.choose(asked, machine)
+    assert choice.backend.name == "triton"
+    assert "cannot be imported: aiter.ops.triton.attention.pa_mqa_logits" in str(choice)
+    assert select.choose(model_named("deepseek-v3").problem(tp=8), machine).backend.name == "aiter"
+    select.explain.cache_clear(), select.choose.cache_clear()
+
+
 def test_a_report_tries_the_import_in_another_process(installation, monkeypatch: pytest.MonkeyPatch) -> None:
     root = installation()
     monkeypatch.setattr(provider, "package_root", lambda: root)
