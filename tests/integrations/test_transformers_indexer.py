@@ -146,7 +146,18 @@ class TestRealWidths:
         for options in ({}, {"index_format": "index_k", "kv_format": "fp8"}):
             with attach(model, **options) as attached:
                 asked = {choice.problem.op for choice in attached.choices}
-            assert asked == {"decode", "prefill", "sparse_decode", "index_topk"}
+            assert asked == {"decode", "prefill", "sparse_decode", "index_topk", "write_cache"}
+
+    @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+    def test_what_a_named_backend_does_not_take_goes_to_another(self, monkeypatch, arch):
+        module = import_module("anymla.integrations.transformers.attach")
+        monkeypatch.setattr(module, "machine_of", lambda device: machine_named(arch))
+        model = build("tiny-hy-v4", dtype=torch.bfloat16, num_attention_heads=16, **WIDTHS)
+        with attach(model, backend="aiter", index_format="index_k") as attached:
+            served = {choice.problem.op: choice.backend.name for choice in attached.choices}
+            assert served["decode"] == served["sparse_decode"] == "aiter"
+            # With bf16 queries it has no prefill that has sinks.
+            assert served["prefill"] == "triton"
 
 
 class TestEveryWayOfGenerating:

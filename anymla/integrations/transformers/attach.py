@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -14,8 +13,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 
 from anymla import select
 from anymla.errors import InvalidInput, Reasons
-from anymla.hardware.probe import Machine
-from anymla.integrations.transformers import attention, indexer
+from anymla.integrations.transformers import attention, indexer, options
 from anymla.integrations.transformers.cache import adopt, is_paged
 from anymla.integrations.transformers.families import (
     GROUPED,
@@ -30,7 +28,6 @@ from anymla.integrations.transformers.families import (
 from anymla.integrations.transformers.pages import PagePool
 from anymla.kv_cache import KV_FORMATS
 from anymla.plans import machine_of
-from anymla.problem import Feature, Problem, canonical_name
 from anymla.rules import listed
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -221,7 +218,8 @@ def attach(
         model: A transformers model in evaluation mode. Every attention must be of a served family.
         kv_format: "auto" for the dtype of the model, or the name of a row of KV_FORMATS that its widths fit.
         block_size: Tokens a page.
-        backend: A registry name, or "auto" for the first that accepts.
+        backend: Who decodes: a registry name, or "auto" for the first that accepts. Prefill, writes and
+            choices of keys are asked of it too if it takes them, else of the first that does.
         prefill_threshold: New tokens of a sequence from which keys are decompressed once instead of every
             query being absorbed; "auto" is where that is less work; None never does it.
         num_blocks: Pages of each cache, all layers alike. None starts small; the cache then grows between
@@ -250,11 +248,13 @@ def attach(
     weight = _check_weights(reasons, [module for _, module in found])
     reasons.raise_if_any()
     machine = machine_of(weight.device)
-    row = _format_named(reasons, kv_format, weight.dtype, machine)
-    scale = _scale_for(reasons, row, k_scale, weight.device)
-    _check_numbers(reasons, block_size=block_size, num_blocks=num_blocks, prefill_threshold=prefill_threshold)
+    row = options.format_named(reasons, kv_format, weight.dtype, machine)
+    scale = options.scale_for(reasons, row, k_scale, weight.device)
+    options.check_numbers(
+        reasons, block_size=block_size, num_blocks=num_blocks, prefill_threshold=prefill_threshold
+    )
     has_indexer = any(getattr(module, "indexer", None) is not None for _, module in found)
-    keys = _index_format_named(reasons, index_format, has_indexer, weight.dtype, machine)
+    keys = options.index_format_named(reasons, index_format, has_indexer, weight.dtype, machine)
     rounds = keys in KV_FORMATS and KV_FORMATS[keys].tile != 0
     reasons.need(not index_power_of_two or rounds, "index_power_of_two", True, "an index format with scales")
     settings = Settings(row, block_size, backend, None, num_blocks, scale, keys, index_power_of_two)
@@ -267,7 +267,7 @@ def attach(
     settings.prefill_threshold = (
         break_even_tokens(first) if isinstance(prefill_threshold, str) else prefill_threshold
     )
-    choices = _choices(sites.values(), machine, weight.dtype)
+    choices = options.choices(sites.values(), machine, weight.dtype)
     attention.register()
     attachment = Attachment(model, owner, sites, choices)
     attachment._apply()
@@ -334,49 +334,6 @@ def _check_weights(reasons: Reasons, modules: list[Any]) -> Tensor:
     return weight
 
 
-def _format_named(reasons: Reasons, kv_format: str, dtype: torch.dtype, machine: Machine) -> str:
-    name = str(dtype) if kv_format == "auto" else kv_format
-    name = canonical_name(name, machine.fp8_flavour)
-    usable = [known for known in KV_FORMATS if not known.startswith("index_k")]
-    reasons.need(name in usable, "kv_format", repr(kv_format), f"auto or one of {', '.join(usable)}")
-    return name
-
-
-def _index_format_named(
-    reasons: Reasons, index_format: str | None, has_indexer: bool, dtype: torch.dtype, machine: Machine
-) -> str | None:
-    """The row of index keys, in the fp8 of the chip where the name leaves it open; None without any."""
-    if index_format is None or not has_indexer:
-        known = index_format in (None, "auto")
-        reasons.need(known, "index_format", repr(index_format), "None or auto: there is no indexer")
-        return None
-    name = canonical_name(str(dtype) if index_format == "auto" else index_format)
-    if name == "index_k" and machine.fp8_flavour == "e4m3fnuz":
-        name = "index_k_fnuz"
-    usable = [row.name for row in KV_FORMATS.values() if row.block_flat or row.value_dtype.itemsize > 1]
-    reasons.need(name in usable, "index_format", repr(index_format), f"None, auto or {listed(usable)}")
-    return name
-
-
-def _scale_for(
-    reasons: Reasons, kv_format: str, k_scale: Tensor | float | None, device: torch.device
-) -> Tensor | None:
-    if k_scale is None:
-        return None
-    scaled = kv_format in KV_FORMATS and KV_FORMATS[kv_format].scaled
-    reasons.need(scaled, "k_scale", "a value", f"None: {kv_format} has no scale of its own")
-    scale = torch.as_tensor(k_scale, dtype=torch.float32, device=device).reshape(-1)
-    good = scale.numel() == 1 and bool((scale > 0).all()) and bool(scale.isfinite().all())
-    reasons.need(good, "k_scale", k_scale, "one positive finite number")
-    return scale
-
-
-def _check_numbers(reasons: Reasons, **numbers: object) -> None:
-    for name, value in numbers.items():
-        free = name != "block_size" and (value is None or (name == "prefill_threshold" and value == "auto"))
-        reasons.need(free or (isinstance(value, int) and value > 0), name, value, "at least 1")
-
-
 def _sites(reasons: Reasons, found: list[tuple[str, Any]], settings: Settings) -> dict[int, Site]:
     sites: dict[int, Site] = {}
     for name, module in found:
@@ -413,41 +370,6 @@ def _check_layers(reasons: Reasons, config: Any, sites: Iterable[int]) -> None:
     served = ("full_attention", "indexed_attention", "deepseek_sparse_attention")
     for kind in sorted({kinds[index] for index in sites} - set(served)):
         reasons.need(False, "layer_types", kind, f"{listed(served)}, for every attention that is attached")
-
-
-def _choices(sites: Iterable[Site], machine: Machine, dtype: torch.dtype) -> tuple[select.Choice, ...]:
-    """The backends of every form, chosen now so that a refusal comes before anything has changed."""
-    site, *_ = sites
-    settings = site.settings
-    sinks = frozenset({Feature.SINKS} if site.has_sinks else ())
-    decode = Problem(
-        op="decode",
-        q_dtype=canonical_name(str(dtype)),
-        kv_format=settings.kv_format,
-        num_heads=site.num_heads,
-        kv_lora_rank=site.kv_lora_rank,
-        qk_rope_head_dim=site.qk_rope_head_dim,
-        block_size=settings.block_size,
-        features=sinks,
-    )
-    problems = [decode]
-    if settings.prefill_threshold is not None:
-        problems.append(
-            replace(
-                decode,
-                op="prefill",
-                qk_nope_head_dim=site.qk_nope_head_dim,
-                v_head_dim=site.v_head_dim,
-                q_len=settings.prefill_threshold,
-                features=sinks | {Feature.MULTI_TOKEN},
-            )
-        )
-    if site.topk:
-        problems.append(replace(decode, op="sparse_decode", topk=site.topk))
-    indexed = next((s for s in sites if isinstance(s, LatentSite) and s.scores), None)
-    if indexed is not None:
-        problems.append(indexer.problem_of(indexed, indexed.topk))
-    return tuple(select.choose(problem, machine, settings.backend) for problem in problems)
 
 
 def _keep_latents(kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:

@@ -137,7 +137,8 @@ def _attend(given: _Given, query: Tensor, key: Tensor, value: Tensor, mask: Tens
     else:
         store = pool.store(index, kv_c, k_pe)
         if stores and step.batch is not None:
-            write_cache(kv_c, k_pe, store, step.slot_mapping, backend=site.settings.backend)
+            backend = site.settings.backend_of("write_cache", store.format.name)
+            write_cache(kv_c, k_pe, store, step.slot_mapping, backend=backend)
         # A choice of as many as there are is all of them.
         chooses = given.indices is not None and given.indices.shape[2] < step.tokens
         if chooses or not site.chooses_all:

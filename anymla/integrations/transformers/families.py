@@ -47,13 +47,14 @@ class Settings:
     Attributes:
         kv_format: Name of a row of KV_FORMATS.
         block_size: Tokens a page.
-        backend: A registry name, or "auto".
+        backend: A registry name, or "auto": who decodes.
         prefill_threshold: New tokens of a sequence from which the decompressed form is used; None: never.
         num_blocks: Pages of a cache; None lets it grow between steps.
         k_scale: [1] fp32 for an fp8 cache with one scale; None calibrates it at each layer's first tokens.
         index_format: Name of a row of KV_FORMATS for index keys; None: indexers keep, score and choose by
             themselves.
         index_power_of_two: The scales of index keys and queries are powers of two.
+        taken: Of the operations beside decoding, and the formats, those that `backend` takes.
         calls: How often each form ran, a layer each time: "absorbed", "decompressed" and "sparse", and
             "indexed" for a choice.
         selectors: The up-projections of grouped-query modules; those of equal widths share one pair.
@@ -67,10 +68,15 @@ class Settings:
     k_scale: Tensor | None
     index_format: str | None = None
     index_power_of_two: bool = False
+    taken: set[tuple[str, str]] = field(default_factory=set)
     calls: Counter[str] = field(default_factory=Counter)
     selectors: dict[tuple[int, int, int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = field(
         default_factory=dict
     )
+
+    def backend_of(self, op: str, kv_format: str) -> str:
+        """Who is asked for an operation beside decoding: `backend` if it takes it, else the first to."""
+        return self.backend if (op, kv_format) in self.taken else "auto"
 
 
 @dataclass

@@ -196,8 +196,9 @@ class _Pages:
         none = keys[:, :0]
         store = self.pool.store(("index", self.index), keys, none, settings.index_format, per_page)
         if keys.shape[0]:
+            backend = settings.backend_of("write_cache", store.format.name)
             power_of_two = settings.index_power_of_two
-            write_cache(keys, none, store, slots, power_of_two=power_of_two, backend=settings.backend)
+            write_cache(keys, none, store, slots, power_of_two=power_of_two, backend=backend)
         return store
 
     def best(self, batch: Batch, queries: Tensor, weights: Tensor, store: KVCache, topk: int) -> Tensor:
@@ -207,7 +208,8 @@ class _Pages:
         key = ("index_topk", batch is self.step.hidden, *queries.shape[1:], store.format.name, topk)
         if key not in plans:
             problem = problem_of(self.site, topk, q_len=batch.max_q_len)
-            choice = select.choose(problem, machine_of(queries.device), settings.backend)
+            backend = settings.backend_of("index_topk", store.format.name)
+            choice = select.choose(problem, machine_of(queries.device), backend)
             module = module_of(choice)
             plans[key] = module, module.plan_index_topk(batch, problem, choice.machine, choice.knobs)
         module, state = plans[key]
@@ -304,7 +306,7 @@ def _pooled(
     name = canonical_name(str(own.dtype))
     tokens = pages.pool.store(("states", pages.index), own, own[:, :0], name, pages.pool.block_size)
     if step.batch is not None:
-        write_cache(own, own[:, :0], tokens, step.slot_mapping, backend=site.settings.backend)
+        write_cache(own, own[:, :0], tokens, step.slot_mapping)
     first = _slots_of_completed(pages, size)
     slots = first[:, None] + torch.arange(size, device=first.device)
     made, gates = torch.split(tokens.read(slots.flatten()).view(-1, size, 2 * width), width, dim=2)

@@ -129,7 +129,7 @@ class Step:
                 q_dtype=query.dtype,
                 kv_format=kv_format,
                 sinks=site.has_sinks,
-                backend=site.settings.backend,
+                backend=site.settings.backend_of("prefill", kv_format),
             )
         plan: PrefillPlan = self.plans[key]
         return plan
