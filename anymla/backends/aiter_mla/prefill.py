@@ -95,7 +95,7 @@ def plan_prefill(batch: Batch, problem: Problem, machine: Machine, knobs: Mappin
         calls=calls,
         tokens=indptr[-1],
         lanes=lanes,
-        qo_indptr=batch.qo_indptr,
+        qo_indptr=batch.qo_indptr.contiguous(),
         pages=torch.arange(indptr[-1], dtype=torch.int32, device=device),
         plan=plan,
         partial_out=torch.empty((parts, lanes, width), dtype=torch.float32, device=device),
