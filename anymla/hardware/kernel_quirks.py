@@ -50,6 +50,7 @@ _VLLM = "vLLM 0.33, vllm/_aiter_ops.py, rocm_aiter_mla_decode_fwd_lse"
 _OLD_64 = "MLA_A16W16_1TG_4W_64mx1_16nx1_Coex0_Msk1_QH16"
 _OLD_32 = "MLA_A16W16_1TG_4W_32mx1_16nx1_Coex0_Msk1_QH16"
 _NEW_32 = "MLA_A16W16_1TG_4W_16mx4_32nx1_Coex0_Msk1_QH16"
+_128 = "mla_dec_stage1_bf16_a16w16_subQ128_mqa128"
 
 
 def _kernel(
@@ -139,6 +140,26 @@ KERNEL_QUIRKS: tuple[Quirk, ...] = (
         refuse="AITER's bf16 kernel of 64 heads faults",
         persistent=_ROWS,
         kernel=one_of(_OLD_64),
+    ),
+    _kernel(
+        _CDNA,
+        f"{_EMULATED}: every query token sees all keys of its sequence, of tokens after it too",
+        refuse="AITER's bf16 kernel of 128 heads is not causal between query tokens",
+        kernel=one_of(_128),
+        q_len=_MANY,
+    ),
+    _kernel(
+        _CDNA,
+        f"{_EMULATED}: not causal between query tokens, and of 2 tokens it writes one",
+        refuse="AITER's older bf16 kernel of 32 heads is wrong for several tokens",
+        kernel=one_of(_OLD_32),
+        q_len=_MANY,
+    ),
+    _kernel(
+        one_of("gfx942"),
+        f"{_EMULATED}: the scale of the cache goes into the logits and not into the output",
+        refuse="this kernel of AITER leaves the cache's scale out of its output",
+        kernel=one_of("mla_a8w8_qh8_qseqlen1_gqaratio8_v1", "mla_a8w8_qh64_qseqlen4_gqaratio16_ps"),
     ),
     _kernel(
         one_of("gfx950"),

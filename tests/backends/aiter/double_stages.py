@@ -11,6 +11,10 @@ from torch import Tensor
 OLD_64 = "MLA_A16W16_1TG_4W_64mx1_16nx1_Coex0_Msk1_QH16"
 OLD_32 = "MLA_A16W16_1TG_4W_32mx1_16nx1_Coex0_Msk1_QH16"
 NEW_32 = "MLA_A16W16_1TG_4W_16mx4_32nx1_Coex0_Msk1_QH16"
+UNMASKED = (OLD_32, OLD_64, "mla_dec_stage1_bf16_a16w16_subQ128_mqa128")
+"""Kernels in which each of several query tokens sees all keys of its sequence."""
+UNSCALED = ("mla_a8w8_qh8_qseqlen1_gqaratio8_v1", "mla_a8w8_qh64_qseqlen4_gqaratio16_ps")
+"""Kernels of gfx942 that leave the scale of the cache out of their output."""
 NAN = math.nan
 
 
@@ -57,13 +61,15 @@ def attend(step: Step, q: Tensor, start: int, stop: int, end: int) -> tuple[Tens
     keys = step.keys(start, stop)
     scores = torch.einsum("nhd,kd->nhk", q, keys) * step.given["sm_scale"]
     n = q.shape[0]
-    if n > 1:
+    if n > 1 and step.kernel not in UNMASKED:
         seen = end - (n - 1 - torch.arange(n))
         hidden = torch.arange(start, stop)[None, :] >= seen[:, None]
         scores = scores.masked_fill(hidden[:, None], -math.inf)
     lse = scores.logsumexp(-1)
     weights = torch.where(lse[..., None] == -math.inf, 0.0, (scores - lse[..., None]).exp())
     out = torch.einsum("nhk,kd->nhd", weights, keys[:, :512])
+    if step.kernel in UNSCALED and step.double.arch == "gfx942":
+        out = out / step.given["kv_scale"]
     if not bool(step.kv[0].float().isfinite().all()) and (stop - start) % 16:
         # Lanes past the tail read slot 0, and 0 times NaN is NaN.
         out = torch.full_like(out, NAN)

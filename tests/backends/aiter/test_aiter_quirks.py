@@ -55,6 +55,11 @@ EXAMPLES = [
     Example("kernel of 32 heads faults", at("0.1.14", "gfx950", 32), DEAD),
     Example("ragged tails are wrong", at("HEAD", "gfx950", 32), WRONG),
     Example("bf16 kernel of 64 heads faults", at("0.1.12", "gfx942", 64), DEAD),
+    Example("128 heads is not causal", at("HEAD", "gfx942", 128, q_len=2, lengths="a tail of one"), WRONG),
+    Example(
+        "32 heads is wrong for several", at("HEAD", "gfx942", 32, q_len=2, lengths="a tail of one"), WRONG
+    ),
+    Example("leaves the cache's scale out", at("HEAD", "gfx942", 8, "fp8"), WRONG),
     Example("tiles of 128 keys", at("HEAD", "gfx950", 16, "fp8", lengths="with empty"), WRONG),
     Example(
         "fp8 kernel of 16 heads gives no right lse",
