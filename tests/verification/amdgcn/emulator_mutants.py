@@ -75,12 +75,12 @@ KINDS = {
 class Mutants:
     """Decodes through plans, run with an instruction of their attention kernel taken out.
 
-    The lengths end at every place of a block, and tokens of one tile see parts of a block before the last, of
-    two blocks and of more. A small scale gives every key about the same weight, so that one too many shows. The
-    first call has a query token that belongs to no sequence, the queries of the second end where the last tile
-    does not, and the third has but one, in a tile that nobody else has a part of. With the heads of the others,
-    other rows of a tile are the first to see a key more, and a tile has one row alone. All calls are of one
-    specialisation.
+    The lengths end at every place of a block, and tokens of one tile see parts of a block before the last,
+    of two blocks and of more. A small scale gives every key about the same weight, so that one too many
+    shows. The first call has a query token that belongs to no sequence, the queries of the second end where
+    the last tile does not, and the third has but one, in a tile that nobody else has a part of. With the
+    heads of the others, other rows of a tile are the first to see a key more, and a tile has one row alone.
+    All calls are of one specialisation.
     """
 
     lens = (100, 0, 37, 61, 1, 2, 3, 5, 6, 7, 9, 10, 11, 12, 31, 45, 50, 56, 17, 33, 65)
