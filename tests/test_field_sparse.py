@@ -145,6 +145,87 @@ class TestNegativeWeights:
         assert set(got[0].tolist()) == {1, 2}
 
 
+class TestWholeSteps:
+    """sgl#39083, flashinfer#2317: what lay between an indexer and attention was every caller's own."""
+
+    lens, q_lens, table = (
+        (200, 0, 30, 6),
+        (3, 0, 8, 2),
+        torch.randperm(20, generator=torch.Generator().manual_seed(1)),
+    )
+
+    def step(self, topk: int, kv_format: str, index_format: str) -> tuple[object, ...]:
+        """A step's caches and queries, its tokens written through the same pages."""
+        draw = torch.Generator().manual_seed(7)
+        tokens = sum(self.lens)
+        latents = torch.randn(tokens, 128 + 32, generator=draw).bfloat16()
+        keys = torch.randn(tokens, 64, generator=draw).bfloat16()
+        rows = sum(self.q_lens)
+        queries = torch.randn(rows, 4, 128 + 32, generator=draw).bfloat16()
+        asked = torch.randn(rows, 16, 64, generator=draw).bfloat16()
+        weights = torch.randn(rows, 16, generator=draw)
+        pages = [-(-n // 16) for n in self.lens]
+        table = torch.full((4, max(pages)), -9, dtype=torch.int32)
+        first = 0
+        for b, count in enumerate(pages):
+            table[b, :count] = self.table[first : first + count].int()
+            first += count
+        slots = torch.cat(
+            [table[b].long()[t // 16] * 16 + t % 16 for b, t in enumerate(map(torch.arange, self.lens))]
+        )
+        caches = [
+            KVCache.allocate(20, 16, kv_lora_rank=rank, qk_rope_head_dim=rope, kv_format=name)
+            for name, rank, rope in ((kv_format, 128, 32), (index_format, 64, 0))
+        ]
+        anymla.write_cache(latents[:, :128].contiguous(), latents[:, 128:].contiguous(), caches[0], slots)
+        anymla.write_cache(keys, keys[:, :0], caches[1], slots, power_of_two=True)
+        span = torch.tensor([0, *self.q_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        step = {"block_table": table, "seq_lens": ints(*self.lens), "qo_indptr": span}
+        if caches[1].format.block_flat:
+            asked, weights = anymla.quantise_queries(
+                asked, weights, kv_format=index_format, power_of_two=True
+            )
+        ids = anymla.index_topk(asked, weights, caches[1], topk=topk, **step)
+        right = reference.index_topk(asked, weights, caches[1], topk=topk, **step)
+        assert torch.equal(ids.sort(1).values, right.sort(1).values)
+        indices, counts = anymla.compacted(anymla.to_slots(ids, table, span, 16))
+        attention = (queries[..., :128].contiguous(), queries[..., 128:].contiguous(), caches[0])
+        return attention, indices, counts, step
+
+    @pytest.mark.parametrize(
+        ("kv_format", "index_format"),
+        [("bf16", "bf16"), ("fp8_ds_mla", "index_k"), ("fp8_ds_mla_fnuz", "index_k_fnuz")],
+    )
+    def test_a_ragged_step_attends_to_what_its_indexer_chose(self, kv_format, index_format):
+        attention, indices, counts, _ = self.step(20, kv_format, index_format)
+        assert counts.tolist() == [20] * 3 + [20] * 8 + [5, 6]
+        options = {"indices": indices, "counts": counts, "sm_scale": 0.1, "sinks": torch.zeros(4)}
+        got = anymla.sparse_decode(*attention, **options, return_lse=True)
+        right = reference.sparse_decode(*attention, **options)
+        judge(got, right, *eager.sparse_decode(*attention, **options)).require_pass()
+
+    def test_a_choice_of_as_many_keys_as_there_are_is_dense_attention(self):
+        attention, indices, counts, step = self.step(200, "bf16", "bf16")
+        options = {"indices": indices, "counts": counts, "sm_scale": 0.1}
+        got = anymla.sparse_decode(*attention, **options, return_lse=True)
+        right = reference.decode(*attention, **step, sm_scale=0.1)
+        judge(got, right, *eager.sparse_decode(*attention, **options)).require_pass()
+
+    @pytest.mark.parametrize("kv_format", ["fp32", "index_k", "index_k_fnuz"])
+    def test_gathered_keys_are_a_cache_with_a_page_a_sequence(self, kv_format):
+        call = index_inputs(4, 64, (90, 0, 40), (30, 0, 40), 12, kv_format=kv_format)
+        q, weights, paged = call.tensors
+        table, lens = call.options["block_table"].long(), call.options["seq_lens"].tolist()
+        gathered = KVCache.allocate(3, 90, kv_lora_rank=64, qk_rope_head_dim=0, kv_format=kv_format)
+        for b, length in enumerate(lens):
+            token = torch.arange(length)
+            slots = table[b][token // paged.block_size] * paged.block_size + token % paged.block_size
+            gathered.scatter(paged.gather(slots), b * 90 + token)
+        own = {**call.options, "block_table": ints(0, 1, 2)[:, None]}
+        expected = anymla.index_topk(*call.tensors, **call.options)
+        assert torch.equal(anymla.index_topk(q, weights, gathered, **own), expected)
+
+
 class TestWhereOthersHaveNoSparsePath:
     """vllm#30644, #31936, #40802, #53963, FlashMLA#110, DeepGEMM#305: no sparse path on sm80, sm89 or sm120,
     no bf16 one on sm90, none for a latent without RoPE."""
