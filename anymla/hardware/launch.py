@@ -16,14 +16,16 @@ class Launch:
         num_warps: Warps of a program.
         num_stages: Blocks of keys in flight, the one in use included.
         programs_a_unit: Programs that share a compute unit or multiprocessor.
-        chunk: Columns of the latent that are one operand of a product.
+        chunk: Columns that are one operand of a product: of the latent, or of a tile of index logits.
         overlap: Whether the kernel may start while the one before it ends.
         swap: Whether products are transposed, for matrix instructions that want more rows than the tile has.
         widest: The widest key or value that its registers hold; a row with a width is for the shapes that
             no narrower one takes. 0: any.
-        wgmma: Whether warpgroups multiply from on-chip memory, copies and products placed by hand.
+        kernel: Of which kernel with copies and products placed by hand it is: attend_wgmma or attend_bytes;
+            empty: of none.
         reread: Whether each block of keys brings the queries from on-chip memory anew, for chips on which
             every wave would need registers for all of them.
+        registers: The most of a thread, on NVIDIA's chips; 0: as many as the compiler likes.
     """
 
     block_m: int
@@ -35,8 +37,9 @@ class Launch:
     overlap: bool = False
     swap: bool = False
     widest: int = 0
-    wgmma: bool = False
+    kernel: str = ""
     reread: bool = False
+    registers: int = 0
 
 
 # Addresses of caches over 2 GiB take twice the registers: larger tiles or blocks would spill.
@@ -78,7 +81,8 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
     ),
     ("attend", "sm90"): (
         Launch(block_m=16, block_n=64, num_warps=4, num_stages=3, chunk=256),
-        Launch(block_m=64, block_n=64, num_warps=4, num_stages=2, chunk=512, wgmma=True),
+        Launch(block_m=16, block_n=64, num_warps=4, num_stages=4, chunk=256, kernel="attend_bytes"),
+        Launch(block_m=64, block_n=64, num_warps=4, num_stages=2, chunk=512, kernel="attend_wgmma"),
         Launch(block_m=64, block_n=64, num_warps=8, num_stages=2, chunk=512),
     ),
     # As many values at once as block_n pieces of chunk columns: of wider chunks fewer pieces.
@@ -127,7 +131,11 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
     ("index_logits", "sm89"): (Launch(block_m=64, block_n=32, num_warps=8, num_stages=2),),
     ("index_logits", "gfx1100"): (Launch(block_m=64, block_n=64, num_warps=8, num_stages=1),),
     ("index_logits", "gfx1201"): (Launch(block_m=64, block_n=64, num_warps=8, num_stages=1),),
-    ("index_logits", "sm90"): (Launch(block_m=128, block_n=128, num_warps=8, num_stages=3),),
+    ("index_logits", "sm90"): (
+        Launch(block_m=64, block_n=64, num_warps=4, num_stages=3),
+        Launch(block_m=256, block_n=64, num_warps=4, num_stages=2, registers=128),
+    ),
+    ("narrow", "*"): (Launch(block_m=1, block_n=8192, num_warps=16, num_stages=1),),
     ("choose", "*"): (
         Launch(block_m=1, block_n=4096, num_warps=16, num_stages=1),
         Launch(block_m=1, block_n=8192, num_warps=16, num_stages=1),

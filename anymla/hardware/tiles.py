@@ -40,21 +40,26 @@ def attend_row(
         row
         for row in launch_rows("attend", arch)
         if not refuses(row)
-        and (not row.wgmma or _warpgroups_take(latent, rope, kv_format))
+        and _kernel_takes(row.kernel, latent, rope, kv_format)
         and (not room or attend_shared_bytes(row, arch, latent, rope, element_bytes) <= room)
     ]
     assert fits, f"no launch row of attend takes {rows} rows of {latent} + {rope} on {arch}"
     apart = sparse or block_size % max(row.block_n for row in fits) != 0
     if apart or kv_format.startswith("fp8"):
         # What a warpgroup of its own gathers or converts costs the others nothing, however few the rows.
-        fits = [row for row in fits if row.wgmma] or fits
+        fits = [row for row in fits if row.kernel] or fits
     most = max(row.block_m for row in fits)
     return next(row for row in fits if row.block_m >= min(rows, most))
 
 
-def _warpgroups_take(latent: int, rope: int, kv_format: str) -> bool:
-    """Whether `attend_wgmma` has layouts for these widths, and knows the format."""
-    return latent in (256, 512) and rope in (0, 16, 32, 64, 128) and kv_format != "fp32"
+def _kernel_takes(kernel: str, latent: int, rope: int, kv_format: str) -> bool:
+    """Whether a kernel placed by hand has layouts for these widths, and knows the format."""
+    takes = {
+        "": True,
+        "attend_wgmma": rope in (0, 16, 32, 64, 128) and kv_format != "fp32" and "fnuz" not in kv_format,
+        "attend_bytes": rope in (0, 32, 64, 128) and kv_format == "fp8_e4m3fn",
+    }
+    return takes[kernel] and (not kernel or latent in (256, 512))
 
 
 def attend_shared_bytes(row: Launch, arch: str, latent: int, rope: int, element_bytes: int = 2) -> int:
@@ -69,7 +74,11 @@ def attend_shared_bytes(row: Launch, arch: str, latent: int, rope: int, element_
         # Sums, in fp32, pass only where they have to be transposed.
         passing = max(row.block_m, row.block_n) * min(row.chunk, latent) * (2 if row.swap else 1)
         return element_bytes * max((row.num_stages - 1) * block + weights, passing)
-    if row.wgmma:
+    if row.kernel == "attend_bytes":
+        # Queries, sums of every row and what is written of them at a time; keys as bytes; barriers beside.
+        keys = row.num_stages * row.block_n * (latent + max(rope, 32))
+        return 2 * row.block_m * (3 * latent + max(rope, 32)) + keys + 4 * row.block_m * 128 + 512
+    if row.kernel:
         # Weights take the room of RoPE parts as large; maxima, sums and barriers beside.
         weights = 0 if rope == row.block_n else 2 * weights
         return element_bytes * (row.block_m * (latent + rope) + 2 * block + weights) + 32 * row.block_m

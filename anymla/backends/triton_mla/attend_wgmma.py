@@ -17,10 +17,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from anymla.backends.triton_mla import attend
+from anymla.backends.triton_mla.warpgroup_parts import (
+    LN_2,
+    key_span,
+    placed_item,
+    sink_share,
+    write_free_rows,
+)
 from anymla.backends.triton_mla.wgmma_copies import (
     BARRIERS,
-    FNUZ_RATIO,
-    FP8_FNUZ_BYTES,
     FREE,
     FULL,
     QUERIES,
@@ -28,13 +33,7 @@ from anymla.backends.triton_mla.wgmma_copies import (
     READY,
     TOTALS,
     copy_keys,
-    key_span,
 )
-
-sink_share = gluon.jit(attend.sink_share.fn)
-placed_item = gluon.jit(attend.placed_item.fn)
-
-LN_2 = gl.constexpr(0.6931471805599453)
 
 # Registers of a thread; the first warpgroup has what is left of 504.
 COMPUTE_REGS = gl.constexpr(200)
@@ -129,40 +128,31 @@ def attend_wgmma_kernel(
     fence_async_shared()
 
     if not SPARSE:
-        # Rows that belong to no sequence.
-        every: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-        free = gl.load(qo_indptr + num_seqs)
-        for step in range(gl.program_id(0), num_tokens - free, gl.num_programs(0)):
-            row = (free + step).to(gl.int64)
-            for head in range(num_heads):
-                o_row = out + row * stride_ot + head * stride_oh
-                gl.store(
-                    o_row + gl.arange(0, L, every) * stride_od, gl.zeros([L], out.dtype.element_ty, every)
-                )
-                if HAS_LSE:
-                    gl.store(lse + row * stride_lt + head * stride_lh, float("-inf"))
-
+        write_free_rows(
+            qo_indptr, out, lse, num_tokens, num_seqs, num_heads,
+            stride_ot, stride_oh, stride_od, stride_lt, stride_lh, L, HAS_LSE,
+        )  # fmt: skip
     gl.warp_specialize(
         [
             (
                 _attend,
                 (
-                    q_l, q_r, k_l, k_r, weights, tops, totals, bars,
+                    0, q_l, q_r, k_l, k_r, weights, tops, totals, bars,
                     k_scale, seq_lens, qo_indptr, indices, counts, sinks, out, lse, part_out, part_lse,
                     line, stretches, sm_scale_log2e, num_seqs, num_heads, num_keys,
                     stride_indices, stride_indices_col, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
-                    0, L, R, BLOCK_M, BLOCK_N, INVARIANT, PIECES, PIECE_BLOCKS, FORMAT, CAUSAL, SPARSE,
+                    L, R, BLOCK_M, BLOCK_N, INVARIANT, PIECES, PIECE_BLOCKS, CAUSAL, SPARSE,
                     HAS_COUNTS, HAS_SCALE, HAS_SINKS, HAS_LSE,
                 ),
             ),
             (
                 _attend,
                 (
-                    q_l, q_r, k_l, k_r, weights, tops, totals, bars,
+                    1, q_l, q_r, k_l, k_r, weights, tops, totals, bars,
                     k_scale, seq_lens, qo_indptr, indices, counts, sinks, out, lse, part_out, part_lse,
                     line, stretches, sm_scale_log2e, num_seqs, num_heads, num_keys,
                     stride_indices, stride_indices_col, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
-                    1, L, R, BLOCK_M, BLOCK_N, INVARIANT, PIECES, PIECE_BLOCKS, FORMAT, CAUSAL, SPARSE,
+                    L, R, BLOCK_M, BLOCK_N, INVARIANT, PIECES, PIECE_BLOCKS, CAUSAL, SPARSE,
                     HAS_COUNTS, HAS_SCALE, HAS_SINKS, HAS_LSE,
                 ),
             ),
@@ -187,13 +177,13 @@ def attend_wgmma_kernel(
 
 @gluon.jit
 def _attend(
-    q_l, q_r, k_l, k_r, weights, tops, totals, bars,
+    SIDE: gl.constexpr, q_l, q_r, k_l, k_r, weights, tops, totals, bars,
     k_scale, seq_lens, qo_indptr, indices, counts, sinks, out, lse, part_out, part_lse,
     line, stretches, sm_scale_log2e, num_seqs, num_heads, num_keys,
     stride_indices, stride_indices_col, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
-    SIDE: gl.constexpr, L: gl.constexpr, R: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    L: gl.constexpr, R: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
     INVARIANT: gl.constexpr, PIECES: gl.constexpr, PIECE_BLOCKS: gl.constexpr,
-    FORMAT: gl.constexpr, CAUSAL: gl.constexpr, SPARSE: gl.constexpr,
+    CAUSAL: gl.constexpr, SPARSE: gl.constexpr,
     HAS_COUNTS: gl.constexpr, HAS_SCALE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: blocks SIDE, SIDE + 2, ... of each item, and columns of half SIDE."""
@@ -210,8 +200,6 @@ def _attend(
     start = gl.load(stretches + 3 * program + 2)
     end = gl.load(stretches + 3 * program + 5)
     key_scale = gl.load(k_scale) if HAS_SCALE else 1.0
-    if FORMAT == FP8_FNUZ_BYTES:
-        key_scale = key_scale * FNUZ_RATIO
     score_scale = sm_scale_log2e * key_scale
     used_0 = 0
     used_1 = 0

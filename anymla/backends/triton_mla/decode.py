@@ -150,7 +150,7 @@ def _launch_for(problem: Problem, machine: Machine, rows: int) -> Launch:
         problem.block_size,
         sparse=problem.op == "sparse_decode",
         element_bytes=4 if problem.q_dtype == "fp32" else 2,
-        refuses=lambda row: row.wgmma and missing(),
+        refuses=lambda row: row.kernel and missing(),
     )
 
 
@@ -242,7 +242,8 @@ def _attend(
         "HAS_COUNTS": counts is not None,
         "HAS_SCALE": args.cache.scale is not None,
     }
-    if launch.wgmma:
+    placed = launch.kernel if data.dtype.itemsize > 1 or aligned(data) else ""
+    if placed == "attend_wgmma":
         from anymla.backends.triton_mla.attend_wgmma import attend_wgmma_kernel as kernel
 
         copied = data.dtype == args.ql_nope.dtype and aligned(data)
@@ -256,7 +257,16 @@ def _attend(
             "COPIED": copied,
             "CONVERT": data.dtype.itemsize == 1,
         }
+    elif placed == "attend_bytes":
+        from anymla.backends.triton_mla.attend_bytes import attend_bytes_kernel as kernel
+
+        own = {"RING": launch.num_stages // 2}
     else:
+        if launch.kernel:
+            # Bytes that lie anyhow go to the portable kernel, whose tiles are the same.
+            tile = (launch.block_m, launch.block_n, launch.chunk)
+            rows = launch_rows("attend", state.arch)
+            launch = next(r for r in rows if not r.kernel and (r.block_m, r.block_n, r.chunk) == tile)
         kernel = attend_kernel
         own = {
             "L_PADDED": state.part_out.shape[-1],

@@ -1,4 +1,4 @@
-"""When tiles of 64 rows go to `attend_wgmma`, and the boxes in which it copies keys."""
+"""What kernels placed by hand need of the host: Gluon, aligned rows, and boxes in which keys are copied."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -14,7 +14,8 @@ from anymla.problem import Problem
 def missing() -> str | None:
     """What the installed Triton lacks: Gluon is still experimental, and may move."""
     try:
-        import_module("anymla.backends.triton_mla.attend_wgmma")
+        for kernel in ("attend_wgmma", "attend_bytes"):
+            import_module(f"anymla.backends.triton_mla.{kernel}")
     except (ImportError, AttributeError) as error:
         return f"triton's Gluon got {error}; needs that of 3.6"
     return None

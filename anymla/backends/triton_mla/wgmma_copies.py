@@ -8,9 +8,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
-from anymla.backends.triton_mla import attend, keys
+from anymla.backends.triton_mla import keys
+from anymla.backends.triton_mla.warpgroup_parts import announce, key_span, page_of, placed_item, rows_of
 
-placed_item = gluon.jit(attend.placed_item.fn)
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 # Barriers. A part is half the columns of one of two blocks, block * 2 + half; a block's RoPE part goes with
@@ -22,13 +22,11 @@ TOTALS = gl.constexpr(10)
 QUERIES = gl.constexpr(12)
 QUERIES_READ = gl.constexpr(13)
 BARRIERS = gl.constexpr(14)
-converted = gluon.jit(keys.converted.fn)
-FP8_FNUZ_BYTES = gl.constexpr(keys.FP8_FNUZ_BYTES.value)
-FNUZ_RATIO = gl.constexpr(keys.FNUZ_RATIO.value)
 TILED_FN = gl.constexpr(keys.TILED_FN.value)
-TILED_FNUZ_BYTES = gl.constexpr(keys.TILED_FNUZ_BYTES.value)
 TILE = gl.constexpr(128)
 """Columns that share a scale in a tiled row."""
+PIECE = gl.constexpr(64)
+"""Columns that are converted at a time."""
 
 
 @gluon.jit
@@ -76,7 +74,7 @@ def copy_keys(
             if R > 0:
                 q_rows = (q_pe + row_tokens * stride_pt + rows % num_heads * stride_ph)[:, None]
                 _bring(q_r.index(0), q_rows, 0, stride_pd, live, R, Q_COPIED, copies_at)
-            _announce(bars.index(QUERIES), Q_COPIED)
+            announce(bars.index(QUERIES), Q_COPIED)
             done += 1
 
             if SPARSE:
@@ -86,94 +84,184 @@ def copy_keys(
                 table = block_table + seq.to(gl.int64) * stride_table
                 table_stride = stride_table_col
             blocks = gl.maximum((end_key - start_key + BLOCK_N - 1) // BLOCK_N, 0)
-            page = _page(table, table_stride, start_key, end_key, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, rows_at)
-            for block in range(blocks):
-                key = start_key + block * BLOCK_N
-                this_page = page
-                page = _page(
-                    table, table_stride, key + BLOCK_N, end_key, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, rows_at
-                )
-                side = block & 1
-                used = gl.where(side == 0, used_0, used_1) + block // 2
-                _fill(
-                    k_l, k_r, bars, cache, latents, ropes, this_page, key, end_key, stride_page, stride_token,
-                    3 * side, used, False,
-                    L, R, FORMAT, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, COPIED, CONVERT, copies_at,
+            if CONVERT:
+                _convert_keys(
+                    k_l, k_r, bars, cache, table, table_stride, start_key, end_key, blocks, used_0, used_1,
+                    stride_page, stride_token, L, R, FORMAT, BLOCK_N, BLOCK_SIZE, SPARSE,
                 )  # fmt: skip
-                _fill(
-                    k_l, k_r, bars, cache, latents, ropes, this_page, key, end_key, stride_page, stride_token,
-                    1 + side, used, True,
-                    L, R, FORMAT, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, COPIED, CONVERT, copies_at,
+            else:
+                _copy_keys(
+                    k_l, k_r, bars, cache, latents, ropes, table, table_stride, start_key, end_key, blocks,
+                    used_0, used_1, stride_page, stride_token,
+                    L, R, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, COPIED, copies_at,
                 )  # fmt: skip
             used_0 += (blocks + 1) // 2
             used_1 += blocks // 2
 
 
 @gluon.jit
-def _fill(
-    k_l, k_r, bars, cache, latents, ropes, page, key, end_key, stride_page, stride_token,
-    part, used, ROPE: gl.constexpr, L: gl.constexpr, R: gl.constexpr, FORMAT: gl.constexpr,
+def _convert_keys(
+    k_l, k_r, bars, cache, table, table_stride, start_key, end_key, blocks, used_0, used_1,
+    stride_page, stride_token, L: gl.constexpr, R: gl.constexpr, FORMAT: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPARSE: gl.constexpr,
-    BOXES: gl.constexpr, COPIED: gl.constexpr, CONVERT: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Start the copy of a part once its reader has let go what was there."""
-    HALF: gl.constexpr = L // 2
-    bar = bars.index(FULL + part)
-    first = part % 2 * HALF
-    if CONVERT:
-        # Eight bytes a thread, so that what is stored after meets no bank twice.
-        bytes_at: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [gl.num_warps(), 1], [1, 0])
-        keys_at: gl.constexpr = gl.SliceLayout(1, bytes_at)
-        rows, valid = _rows(
-            cache, gl.convert_layout(page, keys_at), key, end_key, stride_page, stride_token,
-            BLOCK_N, BLOCK_SIZE, SPARSE, keys_at,
-        )  # fmt: skip
-        cols = first + gl.arange(0, TILE, gl.SliceLayout(0, bytes_at))[None, :]
-        raw = ()
-        scales = ()
-        for tile in gl.static_range(HALF // TILE):
-            raw = raw + (gl.load(rows + (tile * TILE + cols), mask=valid, other=0.0),)
-            if FORMAT >= TILED_FN:
-                place = (rows + L).to(gl.pointer_type(gl.float32)) + (first // TILE + tile)
-                scales = scales + (gl.load(place, mask=valid, other=0.0),)
-        if ROPE and R > 0:
-            cols_r = gl.arange(0, R, gl.SliceLayout(0, bytes_at))[None, :]
-            if FORMAT >= TILED_FN:
-                ropes_of = (rows + (L + 4 * (L // TILE))).to(gl.pointer_type(gl.bfloat16))
-                rope = gl.load(ropes_of + cols_r, mask=valid, other=0.0)
-            else:
-                rope = gl.load(rows + (L + cols_r), mask=valid, other=0.0)
-        mbarrier.wait(bars.index(FREE + part), (used & 1) ^ 1)
-        to = k_l.index(part)
-        dtype: gl.constexpr = k_l.dtype
-        for tile in gl.static_range(HALF // TILE):
-            if FORMAT == TILED_FN:
-                values = raw[tile].to(gl.float8e4nv, bitcast=True).to(gl.float32) * scales[tile]
-            elif FORMAT == TILED_FNUZ_BYTES:
-                values = converted(raw[tile], gl.float32, FP8_FNUZ_BYTES) * (FNUZ_RATIO * scales[tile])
-            else:
-                values = converted(raw[tile], dtype, FORMAT)
-            to.slice(tile * TILE, TILE, 1).store(values.to(dtype))
-        if ROPE and R > 0:
-            rope = rope.to(dtype) if FORMAT >= TILED_FN else converted(rope, dtype, FORMAT)
-            k_r.index(part // 2).store(rope)
-        _announce(bar, False)
+    """The keys of an item that are bytes, converted on their way through registers, half a block behind."""
+    # Four bytes a word; eight threads that store together have two rows, and so meet no bank twice.
+    words_at: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [gl.num_warps(), 1], [1, 0])
+    keys_at: gl.constexpr = gl.SliceLayout(1, words_at)
+    ropes_at: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
+    AS_STORED: gl.constexpr = R > 0 and FORMAT == TILED_FN and k_r.dtype == gl.bfloat16
+    page = page_of(table, table_stride, start_key, end_key, BLOCK_N, BLOCK_SIZE, SPARSE, False, keys_at)
+    rows, valid = rows_of(
+        cache, page, start_key, end_key, stride_page, stride_token, BLOCK_N, BLOCK_SIZE, SPARSE, keys_at
+    )
+    words = ()
+    scales = ()
+    for piece in gl.static_range(L // 2 // PIECE):
+        loaded, scale = _load_piece(rows, valid, 0, piece, L, FORMAT, words_at)
+        words = words + (loaded,)
+        scales = scales + (scale,)
+    for block in range(blocks):
+        side = block & 1
+        phase = ((gl.where(side == 0, used_0, used_1) + block // 2) & 1) ^ 1
+        key = start_key + (block + 1) * BLOCK_N
+        page = page_of(table, table_stride, key, end_key, BLOCK_N, BLOCK_SIZE, SPARSE, False, keys_at)
+        mbarrier.wait(bars.index(FREE + 3 * side), phase)
+        words, scales = _store_half(
+            k_l.index(3 * side), words, scales, rows, valid, 1 - side, L, FORMAT, BLOCK_N, words_at
+        )
+        announce(bars.index(FULL + 3 * side), False)
+        next_rows, next_valid = rows_of(
+            cache, page, key, end_key, stride_page, stride_token, BLOCK_N, BLOCK_SIZE, SPARSE, keys_at
+        )
+        if R > 0 and not AS_STORED:
+            rope = _load_rope(rows, valid, L, R, FORMAT, words_at)
+        mbarrier.wait(bars.index(FREE + 1 + side), phase)
+        if AS_STORED:
+            ropes = (rows + (L + 4 * (L // TILE))).to(gl.pointer_type(k_r.dtype))
+            ropes = gl.convert_layout(ropes, ropes_at, assert_trivial=True)
+            there = gl.convert_layout(valid, ropes_at, assert_trivial=True)
+            _bring(k_r.index(side), ropes, 0, 1, there, R, True, ropes_at)
+        elif R > 0 and FORMAT == TILED_FN:
+            k_r.index(side).store(rope.to(k_r.dtype))
+        elif R > 0:
+            _store_words(k_r.index(side), rope, 1.0, BLOCK_N, R)
+        words, scales = _store_half(
+            k_l.index(1 + side), words, scales, next_rows, next_valid, 1 - side, L, FORMAT, BLOCK_N, words_at
+        )
+        fence_async_shared()
+        announce(bars.index(FULL + 1 + side), AS_STORED)
+        rows = next_rows
+        valid = next_valid
+
+
+@gluon.jit
+def _store_half(
+    to, words, scales, next_rows, next_valid, next_half,
+    L: gl.constexpr, FORMAT: gl.constexpr, BLOCK_N: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Words of half a latent to where they are multiplied; those of the next half take their registers."""
+    next_words = ()
+    next_scales = ()
+    for piece in gl.static_range(L // 2 // PIECE):
+        loaded, scale = _load_piece(next_rows, next_valid, next_half, piece, L, FORMAT, LAYOUT)
+        next_words = next_words + (loaded,)
+        next_scales = next_scales + (scale,)
+        _store_words(to.slice(piece * PIECE, PIECE, 1), words[piece], scales[piece], BLOCK_N, PIECE)
+    return next_words, next_scales
+
+
+@gluon.jit
+def _load_piece(
+    rows, valid, half, piece: gl.constexpr, L: gl.constexpr, FORMAT: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """Words of a piece of half a latent, and the scale of the tile that it is of."""
+    number = half * (L // 2 // PIECE) + piece
+    cols = number * (PIECE // 4) + gl.arange(0, PIECE // 4, gl.SliceLayout(0, LAYOUT))
+    words = gl.load(rows.to(gl.pointer_type(gl.int32)) + cols[None, :], mask=valid, other=0)
+    scale = 1.0
+    if FORMAT == TILED_FN:
+        place = rows.to(gl.pointer_type(gl.float32)) + (L // 4 + number // (TILE // PIECE))
+        scale = gl.load(place, mask=valid, other=0.0)
+    return words, scale
+
+
+@gluon.jit
+def _load_rope(rows, valid, L: gl.constexpr, R: gl.constexpr, FORMAT: gl.constexpr, LAYOUT: gl.constexpr):
+    """The RoPE part: words of bytes, or bf16."""
+    if FORMAT == TILED_FN:
+        cols = L // 2 + 2 * (L // TILE) + gl.arange(0, R, gl.SliceLayout(0, LAYOUT))
+        return gl.load(rows.to(gl.pointer_type(gl.bfloat16)) + cols[None, :], mask=valid, other=0.0)
     else:
-        _fill_as_stored(
-            k_l, k_r, bars, cache, latents, ropes, page, key, end_key, stride_page, stride_token,
-            part, used, first, ROPE, L, R, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, COPIED, LAYOUT,
+        cols = L // 4 + gl.arange(0, R // 4, gl.SliceLayout(0, LAYOUT))
+        return gl.load(rows.to(gl.pointer_type(gl.int32)) + cols[None, :], mask=valid, other=0)
+
+
+@gluon.jit
+def _store_words(to, words, scale, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr):
+    """Four bytes a word into as many columns."""
+    if to.dtype == gl.bfloat16:
+        low, high = gl.inline_asm_elementwise(
+            "{ .reg .b16 a, b, x, y; .reg .b32 h; .reg .f32 f, g; mov.b32 {a, b}, $2;"
+            " cvt.rn.f16x2.e4m3x2 h, a; mov.b32 {x, y}, h; cvt.f32.f16 f, x; cvt.f32.f16 g, y;"
+            " mul.f32 f, f, $3; mul.f32 g, g, $3; cvt.rn.bf16x2.f32 $0, g, f;"
+            " cvt.rn.f16x2.e4m3x2 h, b; mov.b32 {x, y}, h; cvt.f32.f16 f, x; cvt.f32.f16 g, y;"
+            " mul.f32 f, f, $3; mul.f32 g, g, $3; cvt.rn.bf16x2.f32 $1, g, f; }",
+            "=r,=r,r,f", [words, scale], dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+    else:
+        low, high = gl.inline_asm_elementwise(
+            "{ .reg .b16 a, b, x, y; .reg .b32 h; .reg .f32 f, g; mov.b32 {a, b}, $2;"
+            " cvt.rn.f16x2.e4m3x2 h, a; mov.b32 {x, y}, h; cvt.f32.f16 f, x; cvt.f32.f16 g, y;"
+            " mul.f32 f, f, $3; mul.f32 g, g, $3; cvt.rn.f16x2.f32 $0, g, f;"
+            " cvt.rn.f16x2.e4m3x2 h, b; mov.b32 {x, y}, h; cvt.f32.f16 f, x; cvt.f32.f16 g, y;"
+            " mul.f32 f, f, $3; mul.f32 g, g, $3; cvt.rn.f16x2.f32 $1, g, f; }",
+            "=r,=r,r,f", [words, scale], dtype=(gl.int32, gl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+    pairs_at: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, WIDTH // 2], gl.int32)
+    to._reinterpret(gl.int32, [BLOCK_N, WIDTH // 2], pairs_at).store(
+        gl.join(low, high).reshape([BLOCK_N, WIDTH // 2])
+    )
+
+
+@gluon.jit
+def _copy_keys(
+    k_l, k_r, bars, cache, latents, ropes, table, table_stride, start_key, end_key, blocks,
+    used_0, used_1, stride_page, stride_token,
+    L: gl.constexpr, R: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPARSE: gl.constexpr,
+    BOXES: gl.constexpr, COPIED: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The keys of an item that are multiplied as they are stored."""
+    keys_at: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    page = page_of(table, table_stride, start_key, end_key, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, keys_at)
+    for block in range(blocks):
+        key = start_key + block * BLOCK_N
+        this_page = page
+        page = page_of(
+            table, table_stride, key + BLOCK_N, end_key, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, keys_at
+        )
+        side = block & 1
+        used = gl.where(side == 0, used_0, used_1) + block // 2
+        _fill(
+            k_l, k_r, bars, cache, latents, ropes, this_page, key, end_key, stride_page, stride_token,
+            3 * side, used, False, L, R, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, COPIED, LAYOUT,
+        )  # fmt: skip
+        _fill(
+            k_l, k_r, bars, cache, latents, ropes, this_page, key, end_key, stride_page, stride_token,
+            1 + side, used, True, L, R, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, COPIED, LAYOUT,
         )  # fmt: skip
 
 
 @gluon.jit
-def _fill_as_stored(
+def _fill(
     k_l, k_r, bars, cache, latents, ropes, page, key, end_key, stride_page, stride_token,
-    part, used, first, ROPE: gl.constexpr, L: gl.constexpr, R: gl.constexpr,
+    part, used, ROPE: gl.constexpr, L: gl.constexpr, R: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPARSE: gl.constexpr,
     BOXES: gl.constexpr, COPIED: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """A part whose elements are multiplied as they are stored."""
+    """Start the copy of a part once its reader has let go what was there."""
     HALF: gl.constexpr = L // 2
+    first = part % 2 * HALF
     bar = bars.index(FULL + part)
     mbarrier.wait(bars.index(FREE + part), (used & 1) ^ 1)
     if BOXES and key + BLOCK_N <= end_key:
@@ -183,14 +271,14 @@ def _fill_as_stored(
         if ROPE and R > 0:
             load_box(ropes, [row, L], bar, k_r.index(part // 2))
     else:
-        rows, valid = _rows(
+        rows, valid = rows_of(
             cache, page, key, end_key, stride_page, stride_token,
             BLOCK_N, BLOCK_SIZE, SPARSE, gl.SliceLayout(1, LAYOUT),
         )  # fmt: skip
         _bring(k_l.index(part), rows, first, 1, valid, HALF, COPIED, LAYOUT)
         if ROPE and R > 0:
             _bring(k_r.index(part // 2), rows, L, 1, valid, R, COPIED, LAYOUT)
-        _announce(bar, COPIED)
+        announce(bar, COPIED)
 
 
 @gluon.jit
@@ -210,62 +298,3 @@ def _bring(
             cols = first + at + gl.arange(0, STEP, cols_at)
             values = gl.load(rows + cols[None, :] * stride, mask=valid, other=0.0)
             to.slice(at, STEP, 1).store(values.to(to.dtype))
-
-
-@gluon.jit
-def _announce(bar, COPIED: gl.constexpr):
-    """Let the readers go on, once all that was brought is there."""
-    if COPIED:
-        # Every copying thread adds itself to those that the barrier waits for.
-        async_copy.mbarrier_arrive(bar, increment_count=True)
-    else:
-        fence_async_shared()
-    gl.thread_barrier()
-    mbarrier.arrive(bar, count=1)
-
-
-@gluon.jit
-def _page(
-    table, stride, key, end_key,
-    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPARSE: gl.constexpr, BOXES: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """The page of a block of keys, or of each key; a sparse block's slots."""
-    if BOXES:
-        return gl.load(table + (key // BLOCK_SIZE) * stride, mask=key < end_key, other=0)
-    else:
-        keys_now = key + gl.arange(0, BLOCK_N, LAYOUT)
-        if SPARSE:
-            return gl.load(table + keys_now * stride, mask=keys_now < end_key, other=-1)
-        else:
-            return gl.load(table + keys_now // BLOCK_SIZE * stride, mask=keys_now < end_key, other=0)
-
-
-@gluon.jit
-def _rows(
-    cache, page, key, end_key, stride_page, stride_token,
-    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPARSE: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Where the rows of a block of keys begin, and which there are: the others become zeros, not read."""
-    if SPARSE:
-        valid = page >= 0
-        slots = gl.where(valid, page, 0)
-        offsets = (slots // BLOCK_SIZE).to(gl.int64) * stride_page + (slots % BLOCK_SIZE) * stride_token
-    else:
-        keys_now = key + gl.arange(0, BLOCK_N, LAYOUT)
-        valid = keys_now < end_key
-        offsets = page.to(gl.int64) * stride_page + (keys_now % BLOCK_SIZE) * stride_token
-    return (cache + offsets)[:, None], valid[:, None]
-
-
-@gluon.jit
-def key_span(
-    lo, hi, seq_len, q_len, first_row, num_heads, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    CAUSAL: gl.constexpr, SPARSE: gl.constexpr,
-):  # fmt: skip
-    """The keys of an item, from and to, as far as any of its rows sees."""
-    seen_by_any = seq_len
-    if CAUSAL and not SPARSE:
-        last_token = gl.minimum((first_row + BLOCK_M - 1) // num_heads, q_len - 1)
-        seen_by_any = gl.maximum(seq_len - q_len + 1 + last_token, 0)
-    return lo * BLOCK_N, gl.minimum(hi * BLOCK_N, seen_by_any)

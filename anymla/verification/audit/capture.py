@@ -20,6 +20,7 @@ BACKEND = next(row.module for row in BACKENDS if row.name == "triton")
 KERNELS: Mapping[str, str] = {
     "attend_kernel": "attend",
     "attend_wgmma_kernel": "attend",
+    "attend_bytes_kernel": "attend",
     "combine_kernel": "combine",
     "schedule_kernel": "schedule",
     "mha_kernel": "prefill",
@@ -27,6 +28,7 @@ KERNELS: Mapping[str, str] = {
     "gather_kernel": "gather",
     "store_kernel": "cache_write",
     "index_logits_kernel": "index_logits",
+    "narrow_kernel": "narrow",
     "choose_kernel": "choose",
 }
 """The name in LAUNCH of each device function; one that is not here goes by its own."""
@@ -78,7 +80,8 @@ class Specialisation:
 
     def _is_made_with(self, row: Launch) -> bool:
         constants, warps = self.constants_by_name, self.options["num_warps"]
-        by_hand = self.function.fn.__name__ == "attend_wgmma_kernel"
+        name = self.function.fn.__name__.removesuffix("_kernel")
+        by_hand = name if any(row.kernel == name for rows in LAUNCH.values() for row in rows) else ""
         stages = constants.get("NUM_STAGES", self.options["num_stages"])
         facts = {"BLOCK_M": row.block_m, "BLOCK_N": row.block_n, "SWAP": row.swap, "REREAD": row.reread}
         if self.kernel == "combine":
@@ -90,7 +93,7 @@ class Specialisation:
             key = constants["P_WIDTH"] * constants["P_CHUNKS"] + (constants["R"] and constants["R_PADDED"])
             widest = max(key, constants["V_WIDTH"] * constants["V_CHUNKS"])
         return (
-            by_hand == row.wgmma
+            by_hand == row.kernel
             and (by_hand or (stages == row.num_stages and warps == row.num_warps))
             and widest <= (row.widest or widest)
             and all(constants.get(name, value) == value for name, value in facts.items())

@@ -54,7 +54,6 @@ _BY_BITS = (
 
 KNOWN_SPILLS: Mapping[tuple[str, str, str], KnownSpill] = {
     ("sm90", "attend", "16×64 4w 3s"): KnownSpill(16, _AT_THE_LIMIT),
-    ("sm90", "attend", "64×64 4w 2s by hand"): KnownSpill(128, _BY_BITS),
     ("gfx1100", "attend", "16×16 8w 1s swapped reread"): KnownSpill(128, _DUPLICATED),
 }
 """By chip, kernel and row in short."""
@@ -283,7 +282,7 @@ def in_short(row: Launch) -> str:
     words = f"{row.block_m}×{row.block_n} {row.num_warps}w {row.num_stages}s"
     words += " swapped" if row.swap else ""
     words += " reread" if row.reread else ""
-    words += " by hand" if row.wgmma else ""
+    words += f" {row.kernel}" if row.kernel else ""
     return words + (f" to {row.widest}" if row.widest else "")
 
 

@@ -1,0 +1,89 @@
+"""Device code that the kernels of several warpgroups share: items, keys, and what belongs to no sequence."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+
+from anymla.backends.triton_mla import attend
+
+placed_item = gluon.jit(attend.placed_item.fn)
+sink_share = gluon.jit(attend.sink_share.fn)
+
+LN_2 = gl.constexpr(0.6931471805599453)
+
+
+@gluon.jit
+def write_free_rows(
+    qo_indptr, out, lse, num_tokens, num_seqs, num_heads,
+    stride_ot, stride_oh, stride_od, stride_lt, stride_lh, L: gl.constexpr, HAS_LSE: gl.constexpr,
+):  # fmt: skip
+    """Rows that belong to no sequence."""
+    cols_at: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    cols = gl.arange(0, L, cols_at)
+    free = gl.load(qo_indptr + num_seqs)
+    for step in range(gl.program_id(0), num_tokens - free, gl.num_programs(0)):
+        row = (free + step).to(gl.int64)
+        for head in range(num_heads):
+            o_row = out + row * stride_ot + head * stride_oh
+            gl.store(o_row + cols * stride_od, gl.zeros([L], out.dtype.element_ty, cols_at))
+            if HAS_LSE:
+                gl.store(lse + row * stride_lt + head * stride_lh, float("-inf"))
+
+
+@gluon.jit
+def key_span(
+    lo, hi, seq_len, q_len, first_row, num_heads, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    CAUSAL: gl.constexpr, SPARSE: gl.constexpr,
+):  # fmt: skip
+    """The keys of an item, from and to, as far as any of its rows sees."""
+    seen_by_any = seq_len
+    if CAUSAL and not SPARSE:
+        last_token = gl.minimum((first_row + BLOCK_M - 1) // num_heads, q_len - 1)
+        seen_by_any = gl.maximum(seq_len - q_len + 1 + last_token, 0)
+    return lo * BLOCK_N, gl.minimum(hi * BLOCK_N, seen_by_any)
+
+
+@gluon.jit
+def page_of(
+    table, stride, key, end_key,
+    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPARSE: gl.constexpr, BOXES: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The page of a block of keys, or of each key; a sparse block's slots."""
+    if BOXES:
+        return gl.load(table + (key // BLOCK_SIZE) * stride, mask=key < end_key, other=0)
+    else:
+        keys_now = key + gl.arange(0, BLOCK_N, LAYOUT)
+        if SPARSE:
+            return gl.load(table + keys_now * stride, mask=keys_now < end_key, other=-1)
+        else:
+            return gl.load(table + keys_now // BLOCK_SIZE * stride, mask=keys_now < end_key, other=0)
+
+
+@gluon.jit
+def rows_of(
+    cache, page, key, end_key, stride_page, stride_token,
+    BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPARSE: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Where the rows of a block of keys begin, and which there are: the others become zeros, not read."""
+    if SPARSE:
+        valid = page >= 0
+        slots = gl.where(valid, page, 0)
+        offsets = (slots // BLOCK_SIZE).to(gl.int64) * stride_page + (slots % BLOCK_SIZE) * stride_token
+    else:
+        keys_now = key + gl.arange(0, BLOCK_N, LAYOUT)
+        valid = keys_now < end_key
+        offsets = page.to(gl.int64) * stride_page + (keys_now % BLOCK_SIZE) * stride_token
+    return (cache + offsets)[:, None], valid[:, None]
+
+
+@gluon.jit
+def announce(bar, COPIED: gl.constexpr):
+    """Let the readers go on, once all that was brought is there."""
+    if COPIED:
+        # Every copying thread adds itself to those that the barrier waits for.
+        async_copy.mbarrier_arrive(bar, increment_count=True)
+    else:
+        fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(bar, count=1)
