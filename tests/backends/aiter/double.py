@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 import types
+from functools import lru_cache
 from typing import Any
 
 import double_planner as planner
@@ -181,6 +182,7 @@ def _check(q: Any, kv_buffer: Any, o: Any, given: dict[str, Any]) -> None:
     o.view(o.shape[0], 1, *o.shape[1:])
 
 
+@lru_cache(maxsize=512)
 def _signature(text: str) -> inspect.Signature:
     """A signature from the text of its parameters."""
     arguments = bindings._arguments_in(text)

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from anymla.backends.aiter_mla import bindings, facts
-from anymla.backends.aiter_mla.bindings import Binding
-from anymla.backends.aiter_mla.facts import Lookup
+from anymla.backends.aiter_mla.bindings import Binding, Parameter
+from anymla.backends.aiter_mla.facts import Kernel, Lookup
 from anymla.errors import InvalidInput
 
 Asked = dict[tuple[str, tuple[object, ...]], object]
@@ -58,7 +58,7 @@ class Record:
     @_question
     def accepts(self, function: str, *names: str) -> bool:
         """Whether a function can be called with arguments of these names and no others."""
-        offered = bindings.recorded(function, self.release) or ()
+        offered = _offered(function, self.release)
         required = {parameter.name for parameter in offered if parameter.required}
         return required <= set(names) <= {parameter.name for parameter in offered}
 
@@ -79,9 +79,7 @@ class Record:
         return tuple((ours, theirs) for ours, theirs in binding.names.items() if theirs in given)
 
     def _binding(self, function: str) -> Binding:
-        found = bindings.bind(function, bindings.recorded(function, self.release), "this AITER")
-        assert isinstance(found, Binding), found
-        return found
+        return _bound(function, self.release)
 
     @_question
     def look_up(self, q: str, kv: str, persistent: bool, heads: int, q_len: int) -> Lookup | None:
@@ -110,8 +108,7 @@ class Record:
     @_question
     def code_objects(self, *key: str | int) -> tuple[str, ...]:
         """Code objects of the rows with a key."""
-        kernels = facts.recorded_kernels(self.release, self.arch)
-        return tuple(kernel.code_object for kernel in kernels if kernel[:-1] == key)
+        return tuple(kernel.code_object for kernel in _kernels(self.release, self.arch) if kernel[:-1] == key)
 
     @_question
     def reduces(self, heads: int) -> bool:
@@ -121,6 +118,23 @@ class Record:
     def answers_like(self, asked: Asked) -> bool:
         """Whether this release gives the same answers."""
         return all(getattr(self, name)(*what) == answer for (name, what), answer in asked.items())
+
+
+@lru_cache(maxsize=512)
+def _offered(function: str, release: str) -> tuple[Parameter, ...]:
+    return bindings.recorded(function, release) or ()
+
+
+@lru_cache(maxsize=512)
+def _bound(function: str, release: str) -> Binding:
+    found = bindings.bind(function, _offered(function, release), "this AITER")
+    assert isinstance(found, Binding), found
+    return found
+
+
+@lru_cache(maxsize=256)
+def _kernels(release: str, arch: str) -> tuple[Kernel, ...]:
+    return facts.recorded_kernels(release, arch)
 
 
 @lru_cache(maxsize=256)
