@@ -17,7 +17,8 @@ def show(report: "AiterReport", written: Path | None) -> None:
     from rich.markup import escape
 
     console, facts = terminal(), report.to_dict()
-    console.print(f"[bold]aiter[/] {report.release} on {report.chip}: {facts['how']}, by LLVM {report.llvm}")
+    which = f"{report.release or 'of no known release'}, objects {report.digest}"
+    console.print(f"[bold]aiter[/] {which}, on {report.chip}: {facts['how']}, by LLVM {report.llvm}")
     for title, found in (("kernels", report.kernels), ("our adapter", report.routes)):
         if found:
             console.print(f"[bold]{title}[/]")

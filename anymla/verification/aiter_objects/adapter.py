@@ -29,7 +29,7 @@ from anymla.verification.aiter_objects.stand_in import StandIn
 from anymla.verification.judge import wrong
 
 HEADS = (5, 8, 16, 24, 32, 48, 64, 96, 128)
-LENS = (5, 33, 64, 130)
+LENS = (5, 33, 70)
 UNITS = 6
 DTYPES = (("bf16", "bf16"), ("bf16", "fp8"), ("fp8", "fp8"))
 

@@ -1,6 +1,7 @@
 """`anymla verify --aiter PATH`: what the kernels of an AITER do, and whether our adapter is right over it."""
 
 import csv
+import hashlib
 import json
 import re
 import time
@@ -33,6 +34,7 @@ class AiterReport:
     Attributes:
         chip: A key of LEAST_LLVM.
         release: What the package calls itself, "" where nothing says.
+        digest: SHA-256 of the code objects, one after the other by name, its first 12 digits.
         llvm: The disassembler's version.
         quick: Whether only a part was run.
         kernels: A finding for each kernel.
@@ -44,6 +46,7 @@ class AiterReport:
 
     chip: str
     release: str
+    digest: str
     llvm: int
     quick: bool
     kernels: tuple[Finding, ...]
@@ -70,6 +73,7 @@ class AiterReport:
             "device": "emulator",
             "how": HOW,
             "release": self.release,
+            "objects": self.digest,
             "llvm": self.llvm,
             "quick": self.quick,
             "cases": len(self.kernels) + len(self.routes),
@@ -133,9 +137,8 @@ def verify(
             no_routes = f"our adapter takes no call: {refusal}"
     tell(total, total, "")
     version, seconds = disassembler.version, time.monotonic() - began
-    return AiterReport(
-        chip, release, version, quick, tuple(found), not_run, tuple(routes), no_routes, seconds
-    )
+    made = (chip, release, _digest(folder), version, quick)
+    return AiterReport(*made, tuple(found), not_run, tuple(routes), no_routes, seconds)
 
 
 def objects_in(path: Path, chip: str) -> Path:
@@ -182,6 +185,13 @@ def record(report: AiterReport, folder: Path) -> Path:
     made = {"date": datetime.now(UTC).date().isoformat(), **made_with("torch"), **report.to_dict()}
     path.write_text(json.dumps(made, indent=2, ensure_ascii=False) + "\n")
     return path
+
+
+def _digest(folder: Path) -> str:
+    whole = hashlib.sha256()
+    for path in sorted(folder.glob("*.co")):
+        whole.update(path.read_bytes())
+    return whole.hexdigest()[:12]
 
 
 def _not_run(folder: Path, chip: str) -> Mapping[str, str]:
