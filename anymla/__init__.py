@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from anymla.contract import AttentionOutput, Batch
     from anymla.errors import AnyMLAError, BackendError, InvalidInput, NoBackend, UnknownBackend
     from anymla.hardware.probe import Machine, machine_named, this_machine
+    from anymla.indices import compacted, quantise_queries, to_slots
     from anymla.kv_cache import KV_FORMATS, KVCache, calibrate_scale, open_cache
     from anymla.latent import absorb_q, project_v, split_kv_b
     from anymla.merge import apply_sinks, merge
