@@ -23,6 +23,7 @@ class Launch:
             no narrower one takes. 0: any.
         kernel: Of which kernel with copies and products placed by hand it is: attend_wgmma or attend_bytes;
             empty: of none.
+        swapped: Whether `attend_swapped` takes its place where it has layouts for the call.
         reread: Whether each block of keys brings the queries from on-chip memory anew, for chips on which
             every wave would need registers for all of them.
         registers: The most of a thread, on NVIDIA's chips; 0: as many as the compiler likes.
@@ -38,6 +39,7 @@ class Launch:
     swap: bool = False
     widest: int = 0
     kernel: str = ""
+    swapped: bool = False
     reread: bool = False
     registers: int = 0
 
@@ -80,7 +82,7 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
         Launch(block_m=32, block_n=32, num_warps=8, num_stages=2),
     ),
     ("attend", "sm90"): (
-        Launch(block_m=16, block_n=64, num_warps=4, num_stages=3, chunk=256),
+        Launch(block_m=16, block_n=64, num_warps=4, num_stages=3, chunk=256, swapped=True),
         Launch(block_m=16, block_n=64, num_warps=4, num_stages=4, chunk=256, kernel="attend_bytes"),
         Launch(block_m=64, block_n=64, num_warps=4, num_stages=2, chunk=512, kernel="attend_wgmma"),
         Launch(block_m=64, block_n=64, num_warps=8, num_stages=2, chunk=512),

@@ -246,21 +246,15 @@ def _attend(
     if placed == "attend_wgmma":
         from anymla.backends.triton_mla.attend_wgmma import attend_wgmma_kernel as kernel
 
-        copied = data.dtype == args.ql_nope.dtype and aligned(data)
-        boxes = key_boxes(data, problem, launch.block_n) if copied and not sparse else None
-        latents, ropes = boxes or (None, None)
-        own = {
-            "latents": latents,
-            "ropes": ropes,
-            "BOXES": boxes is not None,
-            "Q_COPIED": aligned(args.ql_nope, args.q_pe),
-            "COPIED": copied,
-            "CONVERT": data.dtype.itemsize == 1,
-        }
+        own = _copies(args, data, problem, launch) | {"CONVERT": data.dtype.itemsize == 1}
     elif placed == "attend_bytes":
         from anymla.backends.triton_mla.attend_bytes import attend_bytes_kernel as kernel
 
         own = {"RING": launch.num_stages // 2}
+    elif launch.swapped and _is_swapped(problem):
+        from anymla.backends.triton_mla.attend_swapped import attend_swapped_kernel as kernel
+
+        own = _copies(args, data, problem, launch)
     else:
         if launch.kernel:
             # Bytes that lie anyhow go to the portable kernel, whose tiles are the same.
@@ -344,6 +338,29 @@ def _attend(
             num_stages=joining.num_stages,
             **({"launch_pdl": True} if joining.overlap else {}),
         )
+
+
+def _is_swapped(problem: Problem) -> bool:
+    """Whether `attend_swapped` has layouts for a call; its facts alone say so, not how its tensors lie."""
+    formats = {problem.q_dtype, problem.kv_format} <= {"bf16", "fp16"}
+    widths = problem.kv_lora_rank in (256, 512) and problem.qk_rope_head_dim in (0, 16, 32, 64, 128)
+    return problem.op == "decode" and formats and widths and problem.block_size % 64 == 0 and not missing()
+
+
+def _copies(
+    args: DecodeArgs | SparseArgs, data: Tensor, problem: Problem, launch: Launch
+) -> dict[str, object]:
+    """How keys and queries come on chip: in boxes, row by row, or through registers."""
+    copied = data.dtype == args.ql_nope.dtype and aligned(data)
+    boxes = key_boxes(data, problem, launch.block_n) if copied and problem.op == "decode" else None
+    latents, ropes = boxes or (None, None)
+    return {
+        "latents": latents,
+        "ropes": ropes,
+        "BOXES": boxes is not None,
+        "Q_COPIED": aligned(args.ql_nope, args.q_pe),
+        "COPIED": copied,
+    }
 
 
 def _invariant(problem: Problem) -> bool:

@@ -70,10 +70,10 @@ def copy_keys(
             row_tokens = (q_start + rows // num_heads).to(gl.int64)
             q_rows = (ql_nope + row_tokens * stride_qt + rows % num_heads * stride_qh)[:, None]
             for half in gl.static_range(2):
-                _bring(q_l.index(half), q_rows, half * HALF, stride_qd, live, HALF, Q_COPIED, copies_at)
+                bring(q_l.index(half), q_rows, half * HALF, stride_qd, live, HALF, Q_COPIED, copies_at)
             if R > 0:
                 q_rows = (q_pe + row_tokens * stride_pt + rows % num_heads * stride_ph)[:, None]
-                _bring(q_r.index(0), q_rows, 0, stride_pd, live, R, Q_COPIED, copies_at)
+                bring(q_r.index(0), q_rows, 0, stride_pd, live, R, Q_COPIED, copies_at)
             announce(bars.index(QUERIES), Q_COPIED)
             done += 1
 
@@ -141,7 +141,7 @@ def _convert_keys(
             ropes = (rows + (L + 4 * (L // TILE))).to(gl.pointer_type(k_r.dtype))
             ropes = gl.convert_layout(ropes, ropes_at, assert_trivial=True)
             there = gl.convert_layout(valid, ropes_at, assert_trivial=True)
-            _bring(k_r.index(side), ropes, 0, 1, there, R, True, ropes_at)
+            bring(k_r.index(side), ropes, 0, 1, there, R, True, ropes_at)
         elif R > 0 and FORMAT == TILED_FN:
             k_r.index(side).store(rope.to(k_r.dtype))
         elif R > 0:
@@ -275,14 +275,14 @@ def _fill(
             cache, page, key, end_key, stride_page, stride_token,
             BLOCK_N, BLOCK_SIZE, SPARSE, gl.SliceLayout(1, LAYOUT),
         )  # fmt: skip
-        _bring(k_l.index(part), rows, first, 1, valid, HALF, COPIED, LAYOUT)
+        bring(k_l.index(part), rows, first, 1, valid, HALF, COPIED, LAYOUT)
         if ROPE and R > 0:
-            _bring(k_r.index(part // 2), rows, L, 1, valid, R, COPIED, LAYOUT)
+            bring(k_r.index(part // 2), rows, L, 1, valid, R, COPIED, LAYOUT)
         announce(bar, COPIED)
 
 
 @gluon.jit
-def _bring(
+def bring(
     to, rows, first, stride, valid,
     WIDTH: gl.constexpr, COPIED: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip

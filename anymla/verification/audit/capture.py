@@ -20,6 +20,7 @@ BACKEND = next(row.module for row in BACKENDS if row.name == "triton")
 KERNELS: Mapping[str, str] = {
     "attend_kernel": "attend",
     "attend_wgmma_kernel": "attend",
+    "attend_swapped_kernel": "attend",
     "attend_bytes_kernel": "attend",
     "combine_kernel": "combine",
     "schedule_kernel": "schedule",
