@@ -105,6 +105,14 @@ QUIRKS: tuple[Quirk, ...] = (
     ),
     Quirk(
         backend="aiter",
+        arch=one_of("gfx950"),
+        when={"op": one_of("prefill")},
+        knob="finite_tokens",
+        value=1,
+        source="emulated: lanes past a tail read the tokens after it, or the first, and 0 times NaN is NaN",
+    ),
+    Quirk(
+        backend="aiter",
         arch=_CDNA,
         when={**_PAGED_INDEX, "num_heads": Between(1, 63)},
         knob="chunk_q",

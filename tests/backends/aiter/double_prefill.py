@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anymla.backends.aiter_mla import facts
 
-TILE = 256
+TILE, BLOCK = 256, 128
 NAN = math.nan
 
 
@@ -20,12 +20,23 @@ class PrefillDouble(Part):
     """One release on one chip.
 
     Attributes:
+        dtype: In which it calculates.
+        rounds: Whether weights are rounded to fp8 before they meet the values, as the kernel has them.
         operands: q, k and v of each launch, as numbers.
         parts: Parts of cut tiles, of each launch.
     """
 
-    def __init__(self, release: str, arch: str, units: int) -> None:
+    def __init__(
+        self,
+        release: str,
+        arch: str,
+        units: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        rounds: bool = False,
+    ) -> None:
         super().__init__(release, arch, units)
+        self.dtype, self.rounds = dtype, rounds
         self.kernels = facts.recorded_kernels(release, arch)
         self.reducers = facts.recorded_reducers(release, 128)
         self.operands: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -114,7 +125,7 @@ class PrefillDouble(Part):
         self.launched.append(names[0])
         # It takes no strides: whatever lies there is read as if it were dense.
         q, k, v = (
-            t.as_strided(t.shape, (t.shape[1] * t.shape[2], t.shape[2], 1)).float() * given[name]
+            t.as_strided(t.shape, (t.shape[1] * t.shape[2], t.shape[2], 1)).to(self.dtype) * given[name]
             for t, name in ((Q, "q_scale"), (K, "k_scale"), (V, "v_scale"))
         )
         self.operands.append((q, k, v))
@@ -135,7 +146,15 @@ class PrefillDouble(Part):
                 logits = logits.masked_fill(hidden[:, None], -math.inf)
             lse = logits.logsumexp(-1)
             weights = torch.where(lse[..., None] == -math.inf, 0.0, (logits - lse[..., None]).exp())
+            if self.rounds:
+                most = weights.amax(-1, keepdim=True).clamp(min=torch.finfo(self.dtype).tiny)
+                weights = (weights / most).to(torch.float8_e4m3fn).to(self.dtype) * most
             values = torch.einsum("qhk,khd->qhd", weights, v[at, head])
+            # Lanes of the last block past the tail read what follows, past the list the first, and 0 · NaN is NaN.
+            read = torch.arange(begin, begin + -(-(end - begin) // BLOCK) * BLOCK)
+            read = pages[torch.where(read < pages.shape[0], read, 0)]
+            bad = k[read, head].isnan().any(-1) | v[read, head].isnan().any(-1)
+            values = torch.where(bad.any(0)[:, None], NAN, values)
             if part < 0:
                 out[first:last, head] = values.bfloat16()
             else:

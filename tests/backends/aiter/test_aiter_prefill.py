@@ -217,12 +217,21 @@ def test_strided_operands_and_outputs_in_parts_of_larger_ones(double: PrefillDou
     assert torch.equal(into[..., :128], dense) and into[..., 128:].isnan().all()
 
 
-def test_a_value_that_is_no_number_stays_in_its_sequence(double: PrefillDouble) -> None:
-    batch = batch_of((20, 30), spare=0)
-    given = [t.nan_to_num() for t in tensors(16, 50)]
-    given[2][25], given[0][30, 3, 0] = torch.nan, torch.inf
+def test_a_value_that_is_no_number_is_no_scale_of_the_rest(double: PrefillDouble) -> None:
+    batch = batch_of((120, 150), spare=0)
+    given = [t.nan_to_num() for t in tensors(16, 270)]
+    given[2][260], given[0][200, 3, 0] = torch.nan, torch.inf
     got = plan_of(16, batch, machine()).run(*given, sm_scale=SM_SCALE).out
-    assert got[:20].isfinite().all() and got[25:].isnan().all()
+    assert got[:120].isfinite().all() and got[260:].isnan().all()
+
+
+def test_what_is_no_number_reaches_other_sequences_and_explain_says_so(double: PrefillDouble) -> None:
+    plan = plan_of(16, batch_of((20, 30), spare=0), machine())
+    assert plan.choice.knobs == {"finite_tokens": 1}
+    for token, hit in ((0, slice(20, 50)), (49, slice(0, 20))):
+        given = [t.nan_to_num() for t in tensors(16, 50)]
+        given[2][token] = torch.nan
+        assert plan.run(*given, sm_scale=SM_SCALE).out[hit].isnan().all()
 
 
 def test_fp16_comes_out_in_fp16_though_the_kernel_writes_bf16(double: PrefillDouble) -> None:
