@@ -150,7 +150,7 @@ class PrefillDouble(Part):
                 most = weights.amax(-1, keepdim=True).clamp(min=torch.finfo(self.dtype).tiny)
                 weights = (weights / most).to(torch.float8_e4m3fn).to(self.dtype) * most
             values = torch.einsum("qhk,khd->qhd", weights, v[at, head])
-            # Lanes of the last block past the tail read what follows, past the list the first, and 0 · NaN is NaN.
+            # Lanes past the tail read what follows, or past the list the first, and 0 · NaN is NaN.
             read = torch.arange(begin, begin + -(-(end - begin) // BLOCK) * BLOCK)
             read = pages[torch.where(read < pages.shape[0], read, 0)]
             bad = k[read, head].isnan().any(-1) | v[read, head].isnan().any(-1)

@@ -1,6 +1,6 @@
-"""The double of AITER's prefill kernel beside the kernel itself, executed on the emulator of its instructions.
+"""AITER's prefill kernel beside its double: executed on the emulator, it writes what the double writes.
 
-Needs the code objects: AITER_HSA names the folder `hsa` of an AITER, whose kernels are not part of this library.
+Needs the code objects, which are no part of this library: AITER_HSA names the folder `hsa` of an AITER.
 """
 
 import os
