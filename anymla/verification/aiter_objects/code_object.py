@@ -79,7 +79,7 @@ class Disassembler:
         body = done.stdout.partition(">:\n")[2]
         lost = _UNDECODED.search(body)
         if not body or lost is not None:
-            line = body[lost.start() :].strip().splitlines()[0] if lost else "a kernel"
+            line = body[lost.start() :].partition("//")[0].strip() if lost else "a kernel"
             raise CodeObjectError(f"{path.name}: {line} is not decoded by LLVM {self.version}")
         name, fields = descriptor(path.read_bytes(), path.name)
         head = [f".globl {name}", *(f".amdhsa_{field} {value}" for field, value in fields.items())]

@@ -22,8 +22,8 @@ from anymla.verification.judge import Judgement, judge_tensor
 
 EDGES = (3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 193, 257)
 """Keys of each sequence: a key short of, at and past the end of every tile that these kernels have."""
-FEW = (3, 17, 33, 77, 129)
-"""The same in short."""
+FEW = (3, 17, 33, 77, 520)
+"""The same in short; the last is long enough to be cut by a plan."""
 UNITS = 6
 """Workgroups of a persistent kernel: few enough that some rows are cut and some are not."""
 OUTCOMES = ("right", "undecided", "wrong", "faults")
