@@ -26,7 +26,7 @@ class Launch:
         swapped: Whether `attend_swapped` takes its place where it has layouts for the call.
         reread: Whether each block of keys brings the queries from on-chip memory anew, for chips on which
             every wave would need registers for all of them.
-        registers: The most of a thread, on NVIDIA's chips; 0: as many as the compiler likes.
+        registers: The most of a thread that multiplies fp8, on NVIDIA's chips; 0: as the compiler likes.
     """
 
     block_m: int

@@ -1,13 +1,87 @@
-"""Device code of top-k: the largest of a row, bit by bit from the top, on keys that stay in registers."""
+"""Device code of top-k: a row is narrowed to few candidates, of which the largest are chosen in registers.
+
+Of the largest of every BLOCK_N-th logit, no more than `topk` are needed to know a bound that at least `topk`
+logits of the row reach, and hardly more do. Everything is counted, nothing races, so what is chosen is the
+same every time.
+"""
 
 import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-0x80000000)
 """The key of no element; that of NaN is one more, and that of -inf follows far above."""
+HIGHEST = tl.constexpr(0x7FFFFFFF)
+LANES = tl.constexpr(512)
+"""Rows of a tile: as many as a program has threads, so that each holds all of some rows."""
 
 
-@triton.jit(do_not_specialize=["num_ids"])
+@triton.jit(do_not_specialize=["num_ids", "stride_one"])
+def narrow_kernel(
+    logits,
+    visible,
+    ids,
+    kept,
+    num_ids,
+    topk,
+    stride_logits,
+    stride_one,
+    stride_ids,
+    stride_kept,
+    PIECE,
+    BLOCK_N: tl.constexpr,
+    ROOM: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+):
+    """Grid: rows, pieces. Of each piece at most ROOM ids, the `topk` largest among them, in any order.
+
+    A piece is PIECE logits of a row [visible], or of those that `ids` [num_ids] names, where -1 names none.
+    ROOM and BLOCK_N are at least `topk`; -1 follows the last.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    begin = tl.program_id(1) * PIECE
+    end = tl.minimum(begin + PIECE, num_ids if HAS_IDS else tl.load(visible + row))
+    logits += row * stride_logits
+    if HAS_IDS:
+        ids += row * stride_ids
+    tile = _tile(BLOCK_N)
+    largest = tl.full((LANES, BLOCK_N // LANES), LOWEST, tl.int32)
+    there = tl.zeros((LANES, BLOCK_N // LANES), tl.int32)
+    for start in range(begin, end, BLOCK_N):
+        key, _ = _keys(logits, ids, start + tile, end, stride_one, HAS_IDS)
+        largest = tl.maximum(largest, key)
+        there += (key > LOWEST).to(tl.int32)
+    there = _sum(there)
+    wanted = tl.minimum(there, topk)
+    low = _ranked(_threshold(largest, there, wanted, wanted // 8), HIGHEST)
+    high = _ranked(tl.max(tl.max(largest, 1), 0) + 1, HIGHEST)
+    # Where many of the largest were the largest of the same few, or are equal, too many reach it.
+    middle = low
+    total = tl.full((), ROOM + 1, tl.int32)
+    count = tl.zeros((LANES, BLOCK_N // LANES), tl.int32)
+    while total > ROOM:
+        count = tl.zeros((LANES, BLOCK_N // LANES), tl.int32)
+        for start in range(begin, end, BLOCK_N):
+            key, token = _keys(logits, ids, start + tile, end, stride_one, HAS_IDS)
+            count += ((key > LOWEST) & (_ranked(key, token) >= middle)).to(tl.int32)
+        reached = _sum(count)
+        if reached >= wanted:
+            low = middle
+            total = reached
+        else:
+            high = middle
+        middle = (low & high) + ((low ^ high) >> 1)
+    place = _places(count)
+    target = kept + row * stride_kept + tl.program_id(1) * ROOM
+    for start in range(begin, end, BLOCK_N):
+        key, token = _keys(logits, ids, start + tile, end, stride_one, HAS_IDS)
+        is_kept = (key > LOWEST) & (_ranked(key, token) >= low)
+        tl.store(target + place, token, mask=is_kept)
+        place += is_kept.to(tl.int32)
+    rest = tl.arange(0, ROOM)
+    tl.store(target + rest, -1, mask=rest >= total)
+
+
+@triton.jit(do_not_specialize=["num_ids", "stride_one"])
 def choose_kernel(
     logits,
     visible,
@@ -16,6 +90,7 @@ def choose_kernel(
     num_ids,
     topk,
     stride_logits,
+    stride_one,
     stride_ids,
     stride_chosen,
     stride_place,
@@ -23,50 +98,98 @@ def choose_kernel(
     PIECE: tl.constexpr,
     HAS_IDS: tl.constexpr,
 ):
-    """Grid: rows, pieces. Of each piece the `topk` largest, equal ones from the left, in order of their ids.
+    """Grid: rows. The `topk` largest of a row, of equal ones the earlier, in any order.
 
-    A piece is PIECE logits of a row [visible], or of those that `ids` [num_ids] names, where -1 names none.
-    Its ids come out in `topk` places of `chosen`, -1 after the last.
+    A row is at most PIECE logits [visible], or those that `ids` [num_ids] names, where -1 names none. Its ids
+    come out in `topk` places of `chosen`, -1 after the last.
     """
     row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * PIECE + tl.arange(0, PIECE)
+    end = num_ids if HAS_IDS else tl.load(visible + row)
     if HAS_IDS:
-        token = tl.load(ids + row * stride_ids + column, mask=column < num_ids, other=-1)
+        ids += row * stride_ids
+    key, token = _keys(logits + row * stride_logits, ids, _tile(PIECE), end, stride_one, HAS_IDS)
+    there = _sum((key > LOWEST).to(tl.int32))
+    wanted = tl.minimum(there, topk)
+    threshold = _threshold(key, there, wanted, 0)
+    is_above, is_equal = key > threshold, key == threshold
+    # Two counts in one sum; neither exceeds PIECE, which fits sixteen bits.
+    counts = _sum(is_above.to(tl.int32) + (is_equal.to(tl.int32) << 16))
+    lacking, equal = wanted - (counts & 0xFFFF), (counts >> 16) & 0xFFFF
+    earliness = tl.where(is_equal, -1 - token, LOWEST)
+    earliest = tl.full((), LOWEST, tl.int32)
+    if equal > lacking:
+        earliest = _threshold(earliness, equal, lacking, 0)
+    is_chosen = is_above | (is_equal & (earliness >= earliest))
+    target = chosen + row * stride_chosen
+    tl.store(target + _places(is_chosen.to(tl.int32)) * stride_place, token, mask=is_chosen)
+    rest = tl.arange(0, TOPK_PADDED)
+    tl.store(target + rest * stride_place, -1, mask=(rest >= wanted) & (rest < topk))
+
+
+@triton.jit
+def _tile(SIZE: tl.constexpr):
+    """The numbers below SIZE, LANES in a column."""
+    return tl.arange(0, LANES)[:, None] + tl.arange(0, SIZE // LANES)[None, :] * LANES
+
+
+@triton.jit
+def _keys(logits, ids, place, end, stride, HAS_IDS: tl.constexpr):
+    """Integers in the order of the logits, LOWEST where there is none, and their ids.
+
+    The stride is 1. As that is not known, threads load single ones, in the layout that scattered stores have.
+    """
+    if HAS_IDS:
+        token = tl.load(ids + place * stride, mask=place < end, other=-1)
         is_there = token >= 0
     else:
-        token = column
-        is_there = column < tl.load(visible + row)
+        token = place
+        is_there = place < end
     # -0 + 0 is +0: the two zeros are equal, but their bits are not.
-    value = tl.load(logits + row * stride_logits + token, mask=is_there, other=0.0) + 0.0
+    value = tl.load(logits + token * stride, mask=is_there, other=0.0) + 0.0
     bits = value.to(tl.int32, bitcast=True)
     # Negative floats fall as their bits rise, so all bits but the sign are flipped.
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     key = tl.where(value == value, key, LOWEST + 1)
-    key = tl.where(is_there, key, LOWEST)
+    return tl.where(is_there, key, LOWEST), token
 
-    there = tl.sum(is_there.to(tl.int32), 0)
-    wanted = tl.minimum(there, topk)
-    # The largest threshold that at least `wanted` keys reach; all of them, if there are no more.
-    threshold = tl.where(there <= topk, LOWEST + 1, LOWEST).to(tl.int32)
-    count = there
-    step = tl.full((), LOWEST, tl.int32)
-    while (count > wanted) & (step != 0):
-        # The bit is not set yet; that of the sign, which is, is cleared to go up.
-        higher = threshold ^ step
-        reached = tl.sum((key >= higher).to(tl.int32), 0)
-        if reached >= wanted:
-            threshold = higher
-            count = reached
-        step = (step >> 1) & 0x7FFFFFFF
-    above, equal = key > threshold, key == threshold
-    lacking = wanted - tl.sum(above.to(tl.int32), 0)
-    # Two counts in one sum; neither exceeds PIECE, which fits sixteen bits.
-    both = above.to(tl.int32) + (equal.to(tl.int32) << 16)
-    before = tl.cumsum(both, 0) - both
-    equal_before = (before >> 16) & 0xFFFF
-    is_chosen = above | (equal & (equal_before < lacking))
-    place = (before & 0xFFFF) + tl.minimum(equal_before, lacking)
-    target = chosen + row * stride_chosen + tl.program_id(1) * topk * stride_place
-    tl.store(target + place * stride_place, token, mask=is_chosen)
-    rest = tl.arange(0, TOPK_PADDED)
-    tl.store(target + rest * stride_place, -1, mask=(rest >= wanted) & (rest < topk))
+
+@triton.jit
+def _ranked(key, token):
+    """Of equal keys that of the earlier token is the larger; HIGHEST is the last token."""
+    return (key.to(tl.int64) << 32) + (HIGHEST - token)
+
+
+@triton.jit
+def _threshold(key, count, wanted, slack):
+    """What at least `wanted` of `count` keys reach and, equal ones apart, `slack` more at most."""
+    low = tl.min(tl.min(tl.where(key > LOWEST, key, HIGHEST), 1), 0).to(tl.int64)
+    high = tl.max(tl.max(key, 1), 0).to(tl.int64) + 1
+    while (high - low > 1) & (count > wanted + slack):
+        first = low + (high - low) // 3
+        second = low + (high - low) * 2 // 3
+        # Two counts in one sum; neither exceeds a tile, which fits sixteen bits.
+        reach = (key >= first.to(tl.int32)).to(tl.int32) + ((key >= second.to(tl.int32)).to(tl.int32) << 16)
+        counts = _sum(reach)
+        reach_first, reach_second = counts & 0xFFFF, (counts >> 16) & 0xFFFF
+        if reach_second >= wanted:
+            low = second
+            count = reach_second
+        elif reach_first >= wanted:
+            low = first
+            high = second
+            count = reach_first
+        else:
+            high = first
+    return low.to(tl.int32)
+
+
+@triton.jit
+def _sum(tile):
+    return tl.sum(tl.sum(tile, 1), 0)
+
+
+@triton.jit
+def _places(count):
+    """Where each begins if so many of each stand one after the other, row by row."""
+    row = tl.sum(count, 1)
+    return (tl.cumsum(row, 0) - row)[:, None] + tl.cumsum(count, 1) - count

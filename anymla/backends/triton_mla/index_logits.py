@@ -1,7 +1,8 @@
 """Device code of the indexer: logit[t, j] = scale_j · sum over heads of w[t, h] · relu(q[t, h] · k_j).
 
 Keys are the rows of the product and query heads its columns, so that a sum over heads stays within a few
-threads, and a tile holds several query tokens of one sequence, whose keys are read once for all of them.
+threads, and a tile holds several query tokens of one sequence, whose keys are read once for all of them. The
+queries of a tile stay on the chip; its keys meet them in one product after the other.
 """
 
 import triton
@@ -30,7 +31,6 @@ def index_logits_kernel(
     logits,
     first_row,
     last_row,
-    num_heads,
     stride_qt,
     stride_qh,
     stride_qd,
@@ -41,9 +41,11 @@ def index_logits_kernel(
     stride_bs,
     stride_bb,
     stride_row,
+    HEADS: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
     L: tl.constexpr,
     L_PADDED: tl.constexpr,
-    HEADS_PADDED: tl.constexpr,
+    PRODUCTS: tl.constexpr,
     TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SPAN: tl.constexpr,
@@ -52,47 +54,54 @@ def index_logits_kernel(
     Q_FORMAT: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Grid: SPAN keys, TOKENS rows. Of a row, only the logits of keys that it sees are written.
+    """Grid: SPAN keys, PRODUCTS · TOKENS rows. Of a row, only the logits of keys that it sees are written.
 
     FORMAT and Q_FORMAT are those of `keys`, tiled ones being rows of L fp8 values with one scale, as index_k
-    has them, uint8 where the chip cannot convert them; DTYPE is that of the products. Row `first_row` is the
-    first of `logits` [rows, keys].
+    has them, uint8 where the chip cannot convert them; DTYPE is that of the products, of TOKENS rows each.
+    Row `first_row` is the first of `logits` [rows, keys].
     """
-    HEADS: tl.constexpr = TOKENS * HEADS_PADDED
     begin = tl.program_id(0) * SPAN
-    first = first_row + tl.program_id(1) * TOKENS
-    row = first + tl.arange(0, TOKENS)
+    first = first_row + tl.program_id(1) * (PRODUCTS * TOKENS)
+    row = first + tl.arange(0, PRODUCTS * TOKENS)
     exists = row < last_row
-    sequence = tl.load(sequences + row, mask=exists, other=-1).to(tl.int64)
+    sequence = tl.load(sequences + row, mask=exists, other=-1)
     seen = tl.load(visible + row, mask=exists, other=0)
     if begin < tl.max(seen, 0):
-        column = tl.arange(0, HEADS)
+        column = tl.arange(0, TOKENS * HEADS_PADDED)
         token_of, head = column // HEADS_PADDED, column % HEADS_PADDED
         width = tl.arange(0, L_PADDED)
-        is_head = head < num_heads
-        asked = is_head & (first + token_of < last_row)
-        offsets = (first + token_of).to(tl.int64) * stride_qt + head * stride_qh
-        queries = tl.load(
-            q + offsets[:, None] + width[None, :] * stride_qd,
-            mask=asked[:, None] & (width < L)[None, :],
-            other=0.0,
-        )
-        queries = tl.trans(_values(queries, DTYPE, Q_FORMAT))
-        weight_offsets = (first + token_of).to(tl.int64) * stride_wt + head * stride_wh
-        weight = tl.load(weights + weight_offsets, mask=asked, other=0.0) * _ratio(Q_FORMAT) * _ratio(FORMAT)
+        q += first.to(tl.int64) * stride_qt
+        weights += first.to(tl.int64) * stride_wt
+        logits += (first - first_row).to(tl.int64) * stride_row
+        queries = ()
+        for product in tl.static_range(PRODUCTS):
+            # Instead of a row that is not there the last one, of which nothing is stored again.
+            asking = tl.minimum(product * TOKENS + token_of, last_row - 1 - first)
+            places = asking.to(tl.int64) * stride_qt + head * stride_qh
+            values = tl.load(
+                q + places[:, None] + width[None, :] * stride_qd,
+                mask=(head < HEADS)[:, None] & (width < L)[None, :],
+                other=0.0,
+            )
+            queries = queries + (tl.trans(_values(values, DTYPE, Q_FORMAT)),)
         # Most tiles lie in one sequence.
         for s in range(
             tl.min(tl.where(seen > 0, sequence, 0x7FFFFFFF), 0),
             tl.max(tl.where(seen > 0, sequence, -1), 0) + 1,
         ):
-            limit = tl.where(sequence == s, seen, 0)
-            end = tl.minimum(begin + SPAN, tl.max(limit, 0))
-            pages = block_table + s * stride_bs
+            end = tl.minimum(begin + SPAN, tl.max(tl.where(sequence == s, seen, 0), 0))
+            limits = ()
+            for t in tl.static_range(PRODUCTS * TOKENS):
+                is_here = tl.load(sequences + first + t, mask=first + t < last_row, other=-1) == s
+                limits = limits + (tl.load(visible + first + t, mask=is_here, other=0),)
+            pages = block_table + tl.cast(s, tl.int64) * stride_bs
+            page = _page(pages, stride_bb, begin, end, BLOCK_N, BLOCK_SIZE)
             for start in range(begin, end, BLOCK_N):
                 token = start + tl.arange(0, BLOCK_N)
                 valid = token < end
-                page = tl.load(pages + token // BLOCK_SIZE * stride_bb, mask=valid, other=0)
                 base = page.to(tl.int64) * stride_page
+                # Read one block ahead, so that nothing waits for both.
+                page = _page(pages, stride_bb, start + BLOCK_N, end, BLOCK_N, BLOCK_SIZE)
                 position = token % BLOCK_SIZE
                 place = base + position * (L if FORMAT >= TILED_FN else stride_token)
                 keys = tl.load(
@@ -100,16 +109,54 @@ def index_logits_kernel(
                     mask=valid[:, None] & (width < L)[None, :],
                     other=0.0,
                 )
-                scores = tl.dot(_values(keys, DTYPE, FORMAT), queries)
-                scores = tl.maximum(scores, 0.0, propagate_nan=tl.PropagateNan.ALL)
-                scores = tl.where(is_head[None, :], scores * weight[None, :], 0.0)
-                logit = tl.sum(tl.reshape(scores, (BLOCK_N, TOKENS, HEADS_PADDED)), 2)
+                keys = _values(keys, DTYPE, FORMAT)
+                scale = tl.full((BLOCK_N,), 1.0, tl.float32) * (_ratio(Q_FORMAT) * _ratio(FORMAT))
                 if FORMAT >= TILED_FN:
                     scales = (cache + BLOCK_SIZE * L).to(tl.pointer_type(tl.float32))
-                    scale = tl.load(scales + base // 4 + position, mask=valid, other=0.0)
-                    logit = logit * scale[:, None]
-                target = logits + (row - first_row).to(tl.int64)[None, :] * stride_row + token[:, None]
-                tl.store(target, logit, mask=token[:, None] < limit[None, :])
+                    scale *= tl.load(scales + base // 4 + position, mask=valid, other=0.0)
+                for product in tl.static_range(PRODUCTS):
+                    scores = tl.dot(keys, queries[product])
+                    scores = tl.maximum(scores, 0.0, propagate_nan=tl.PropagateNan.ALL)
+                    # Read where they are needed: those of all products would fill the registers.
+                    asked = tl.minimum(product * TOKENS + token_of, last_row - 1 - first)
+                    at = asked.to(tl.int64) * stride_wt + head * stride_wh
+                    weight = tl.load(weights + at, mask=head < HEADS, other=0.0)
+                    scores = scores * weight[None, :]
+                    if HEADS < HEADS_PADDED:
+                        # 0 times what is not finite is not 0.
+                        scores = tl.where((head < HEADS)[None, :], scores, 0.0)
+                    sums = tl.sum(tl.reshape(scores, (BLOCK_N, TOKENS, HEADS_PADDED)), 2) * scale[:, None]
+                    # Token by token they are stored as they lie in the registers.
+                    for t in tl.static_range(TOKENS):
+                        logit = tl.sum(tl.where((tl.arange(0, TOKENS) == t)[None, :], sums, 0.0), 1)
+                        target = logits + ((product * TOKENS + t) * stride_row + token)
+                        tl.store(target, logit, mask=token < limits[product * TOKENS + t])
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
+def index_rows_kernel(
+    seq_lens, qo_indptr, sequences, visible, num_tokens, num_seqs, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Grid: sequences, and the rows after them. A row's sequence and how many keys it sees, else -1 and 0."""
+    sequence = tl.program_id(0)
+    is_one = sequence < num_seqs
+    first = tl.load(qo_indptr + sequence)
+    last = tl.minimum(tl.load(qo_indptr + sequence + 1, mask=is_one, other=num_tokens), num_tokens)
+    unseen = last - 1 - tl.load(seq_lens + sequence, mask=is_one, other=0)
+    for start in range(first, last, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        tl.store(sequences + row, tl.where(is_one, sequence, -1), mask=row < last)
+        tl.store(visible + row, tl.where(is_one, tl.maximum(row - unseen, 0), 0), mask=row < last)
+
+
+@triton.jit
+def _page(pages, stride, start, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """The page of a block of keys, or of each of them."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        return tl.load(pages + start // BLOCK_SIZE * stride, mask=start < end, other=0)
+    else:
+        token = start + tl.arange(0, BLOCK_N)
+        return tl.load(pages + token // BLOCK_SIZE * stride, mask=token < end, other=0)
 
 
 @triton.jit

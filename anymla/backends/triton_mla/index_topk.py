@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import triton
@@ -10,9 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from anymla.backends.triton_mla import keys
-from anymla.backends.triton_mla.choose import choose_kernel
+from anymla.backends.triton_mla.choose import choose_kernel, narrow_kernel
 from anymla.backends.triton_mla.elements import elements
-from anymla.backends.triton_mla.index_logits import index_logits_kernel
+from anymla.backends.triton_mla.index_logits import index_logits_kernel, index_rows_kernel
 from anymla.contract import Batch, IndexArgs
 from anymla.hardware.arches import ARCHES
 from anymla.hardware.launch import Launch, launch_rows
@@ -25,7 +24,7 @@ LOGITS_BYTES = 256 << 20
 MOST_TILES = 65535
 """Tiles of rows of a launch, whose grid takes no more in its second axis."""
 SPAN_BLOCKS = 16
-"""Blocks of keys of a program: enough to hide the start of its pipeline, few enough to fill a chip."""
+"""Blocks of keys of a program, for each product: enough to hide its start, few enough to fill a chip."""
 
 _PRODUCTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _FP8 = {"fp8_e4m3fn": tl.float8e4nv, "fp8_e4m3fnuz": tl.float8e4b8}
@@ -39,12 +38,15 @@ class IndexState:
         batch: The step.
         arch: The chip.
         launch: Columns (query tokens × heads) and keys of a tile of logits.
-        tokens: Query tokens of a tile.
+        tokens: Query tokens of a product.
+        products: Products of a tile.
+        narrowing: Logits that a program of the narrowing looks at, at a time.
         choice: Logits that a program of the choice holds, and its warps.
         sequences: [T] int32, the sequence of each row; -1: none.
         visible: [T] int32, the keys that it sees.
         logits: [rows, keys] fp32.
-        ids: For each level of the choice but the last, [rows, pieces · K] int32.
+        ids: What each narrowing leaves, [rows, pieces · room] int32.
+        room: Ids that are left of a piece.
     """
 
     problem: Problem
@@ -52,11 +54,14 @@ class IndexState:
     arch: str
     launch: Launch
     tokens: int
+    products: int
+    narrowing: Launch
     choice: Launch
     sequences: Tensor
     visible: Tensor
     logits: Tensor
     ids: tuple[Tensor, ...]
+    room: int
 
 
 def plan_index_topk(batch: Batch, problem: Problem, machine: Machine, knobs: Mapping[str, int]) -> IndexState:
@@ -73,37 +78,40 @@ def plan_index_topk(batch: Batch, problem: Problem, machine: Machine, knobs: Map
     """
     rows, device = launch_rows("index_logits", machine.arch), batch.seq_lens.device
     heads = triton.next_power_of_2(max(problem.num_heads, 16))
-    launch = next((row for row in rows if row.block_m >= heads), rows[-1])
-    tokens = max(1, min(launch.block_m // heads, triton.next_power_of_2(batch.max_q_len)))
-    choices = launch_rows("choose", machine.arch)
-    # Each level leaves at most half of what it is given.
-    able = [row for row in choices if row.block_n >= 2 * problem.topk]
-    choice = next((row for row in able if row.block_n >= batch.max_seq_len), able[-1])
+    most_q_len = triton.next_power_of_2(max(batch.max_q_len, 1))
+    launch = next((row for row in rows if row.block_m >= heads * most_q_len), rows[-1])
+    tokens = min(max(1, min(launch.chunk, launch.block_m) // heads), most_q_len)
+    products = min(max(1, launch.block_m // (heads * tokens)), most_q_len // tokens)
     width = -(-max(batch.max_seq_len, 1) // 16) * 16
-    at_once = max(1, LOGITS_BYTES // (4 * width) // tokens) * tokens
-    at_once = min(at_once, max(batch.num_tokens, 1), MOST_TILES * tokens)
+    tile = tokens * products
+    at_once = max(1, LOGITS_BYTES // (4 * width) // tile) * tile
+    at_once = min(at_once, max(batch.num_tokens, 1), MOST_TILES * tile)
+    able = [row for row in launch_rows("choose", machine.arch) if row.block_n >= 2 * problem.topk]
+    room, widths = able[0].block_n, [batch.max_seq_len]
+    while widths[-1] > able[-1].block_n:
+        # As many pieces as keep the chip busy, each of which leaves at most a quarter.
+        pieces = min((machine.multiprocessors or 1) // at_once, widths[-1] // (4 * room))
+        widths.append(max(1, pieces) * room)
     sequences, visible = _rows(batch)
-    ids = []
-    pieces = -(-batch.max_seq_len // choice.block_n)
-    while pieces > 1:
-        ids.append(torch.empty((at_once, pieces * problem.topk), dtype=torch.int32, device=device))
-        pieces = -(-ids[-1].shape[1] // choice.block_n)
     return IndexState(
         problem=problem,
         batch=batch,
         arch=machine.arch,
         launch=launch,
         tokens=tokens,
-        choice=choice,
+        products=products,
+        narrowing=launch_rows("narrow", machine.arch)[0],
+        choice=next(row for row in able if row.block_n >= widths[-1]),
         sequences=sequences,
         visible=visible,
         logits=torch.empty((at_once, width), dtype=torch.float32, device=device),
-        ids=tuple(ids),
+        ids=tuple(torch.empty((at_once, n), dtype=torch.int32, device=device) for n in widths[1:]),
+        room=room,
     )
 
 
 def index_topk(args: IndexArgs, state: IndexState) -> None:
-    """Write the chosen tokens of every row, in order, into args.indices; -1 after the last.
+    """Write the chosen tokens of every row, in any order, into args.indices; -1 after the last.
 
     Args:
         args: Checked tensors.
@@ -135,15 +143,13 @@ def _parts(state: IndexState) -> Iterator[tuple[int, int]]:
 
 def _rows(batch: Batch) -> tuple[Tensor, Tensor]:
     """The sequence of each row and the keys that it sees, worked out where the lengths are."""
-    lens, indptr = batch.seq_lens, batch.qo_indptr
-    row = torch.arange(batch.num_tokens, dtype=torch.int32, device=lens.device)
-    if not batch.num_seqs:
-        return row.fill_(-1), torch.zeros_like(row)
-    sequence = torch.searchsorted(indptr[1:].contiguous(), row, right=True, out_int32=True)
-    belongs = sequence < batch.num_seqs
-    known = sequence.clamp(max=batch.num_seqs - 1)
-    sees = (lens[known] - indptr[known + 1] + 1 + row).clamp(min=0)
-    return torch.where(belongs, sequence, -1), torch.where(belongs, sees, 0).to(torch.int32)
+    sequences, visible = torch.empty(
+        (2, batch.num_tokens), dtype=torch.int32, device=batch.seq_lens.device
+    ).unbind()
+    index_rows_kernel[(batch.num_seqs + 1,)](
+        batch.seq_lens, batch.qo_indptr, sequences, visible, batch.num_tokens, batch.num_seqs, BLOCK=128
+    )
+    return sequences, visible
 
 
 def _logits(args: IndexArgs, state: IndexState, first: int, last: int) -> None:
@@ -154,8 +160,9 @@ def _logits(args: IndexArgs, state: IndexState, first: int, last: int) -> None:
         # In the dtype of the product, copies go straight to where it reads them.
         data = data.view(args.cache.format.value_dtype)
     q, q_form, product = _query_form(args.q, args.cache, form, state.arch)
-    span = SPAN_BLOCKS * launch.block_n
-    grid = (-(-state.batch.max_seq_len // span), -(-(last - first) // state.tokens))
+    span = SPAN_BLOCKS * state.products * launch.block_n
+    tile = state.tokens * state.products
+    grid = (-(-state.batch.max_seq_len // span), -(-(last - first) // tile))
     if not grid[0]:
         return
     index_logits_kernel[grid](
@@ -168,16 +175,17 @@ def _logits(args: IndexArgs, state: IndexState, first: int, last: int) -> None:
         state.logits,
         first,
         last,
-        heads,
         *q.stride(),
         *args.weights.stride(),
         data.stride(0),
         data.stride(1),
         *table.stride(),
         state.logits.stride(0),
+        HEADS=heads,
+        HEADS_PADDED=triton.next_power_of_2(max(heads, 16)),
         L=args.cache.kv_lora_rank,
         L_PADDED=triton.next_power_of_2(max(args.cache.kv_lora_rank, 32)),
-        HEADS_PADDED=triton.next_power_of_2(max(heads, 16)),
+        PRODUCTS=state.products,
         TOKENS=state.tokens,
         BLOCK_N=launch.block_n,
         SPAN=span,
@@ -187,6 +195,8 @@ def _logits(args: IndexArgs, state: IndexState, first: int, last: int) -> None:
         DTYPE=product,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
+        # Wider operands take more registers, and on-chip memory that leaves more for each program.
+        **({"maxnreg": launch.registers} if launch.registers and product.primitive_bitwidth == 8 else {}),
     )
 
 
@@ -207,24 +217,43 @@ def _query_form(q: Tensor, cache: KVCache, form: int, arch: str) -> tuple[Tensor
 
 
 def _choose(args: IndexArgs, state: IndexState, first: int, last: int) -> None:
-    """Choose among the logits of a row piece by piece, then among what was chosen, until it is one piece."""
-    topk = args.indices.shape[1]
-    levels = (*state.ids, args.indices[first:last])
-    for level, (ids, chosen) in enumerate(pairwise((state.logits, *levels))):
-        count = ids.shape[1] if level else state.batch.max_seq_len
-        choose_kernel[(last - first, max(1, -(-count // state.choice.block_n)))](
+    """Narrow the logits of a row, piece by piece, until what is left of it can be chosen from at once."""
+    topk, room, visible = args.indices.shape[1], state.room, state.visible[first:]
+    given, count, narrowing, choice = None, state.batch.max_seq_len, state.narrowing, state.choice
+    for kept in state.ids:
+        pieces = kept.shape[1] // room
+        narrow_kernel[(last - first, pieces)](
             state.logits,
-            state.visible[first:],
-            ids if level else None,
-            chosen,
+            visible,
+            given,
+            kept,
             count,
             topk,
-            state.logits.stride(0),
-            ids.stride(0),
-            *chosen.stride(),
-            TOPK_PADDED=triton.next_power_of_2(topk),
-            PIECE=state.choice.block_n,
-            HAS_IDS=level > 0,
-            num_warps=state.choice.num_warps,
-            num_stages=state.choice.num_stages,
+            *state.logits.stride(),
+            0 if given is None else given.stride(0),
+            kept.stride(0),
+            -(-count // pieces),
+            BLOCK_N=narrowing.block_n,
+            ROOM=room,
+            HAS_IDS=given is not None,
+            num_warps=narrowing.num_warps,
+            num_stages=narrowing.num_stages,
         )
+        given, count = kept, kept.shape[1]
+    chosen = args.indices[first:last]
+    choose_kernel[(last - first,)](
+        state.logits,
+        visible,
+        given,
+        chosen,
+        count,
+        topk,
+        *state.logits.stride(),
+        0 if given is None else given.stride(0),
+        *chosen.stride(),
+        TOPK_PADDED=triton.next_power_of_2(topk),
+        PIECE=choice.block_n,
+        HAS_IDS=given is not None,
+        num_warps=choice.num_warps,
+        num_stages=choice.num_stages,
+    )
