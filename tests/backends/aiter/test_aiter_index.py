@@ -1,6 +1,8 @@
 """AITER's indexer and cache writers, shuffled and not, behind the operations that ours serve."""
 
 import math
+import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -11,7 +13,7 @@ from double_stages import Aborted
 from torch import Tensor
 
 from anymla import api, plans, reference, select
-from anymla.backends.aiter_mla import cache_write, index
+from anymla.backends.aiter_mla import cache_write, facts, index
 from anymla.contract import Batch, IndexArgs
 from anymla.errors import InvalidInput, NoBackend
 from anymla.hardware.probe import Machine
@@ -144,6 +146,27 @@ def test_a_release_is_right_or_refused(here, release: str, size: int, shuffled: 
             require_right(tensors, options, topk=5)
     else:
         require_right(tensors, options, topk=5)
+
+
+def test_a_sample_of_all_releases_chips_heads_and_lengths_is_right_or_refused(here) -> None:
+    rng, outcomes = random.Random(2), Counter[str]()
+    for _ in range(100):
+        release, arch = rng.choice(facts.releases()), rng.choice(CHIPS)
+        size, shuffled = rng.choice(
+            ((1, False), (16, True), (64, True), (256, True), (3, False), (64, False))
+        )
+        lens = tuple(rng.choice((0, 1, 15, 64, 257)) for _ in range(rng.randrange(1, 4)))
+        q_lens = tuple(rng.choice((0, 1, 2, 5)) for _ in lens)
+        here(arch, release)
+        tensors, options = call_of(arch, lens, q_lens, size, shuffled, rng.choice((4, 16, 32, 64)))
+        try:
+            require_right(tensors, options, topk=rng.choice((1, 7, 300)))
+        except NoBackend as refusal:
+            assert any(reason for reason in refusal.verdicts[0].reasons)
+            outcomes["refused"] += 1
+        else:
+            outcomes["right"] += 1
+    assert outcomes["right"] > 30 and outcomes["refused"] > 15
 
 
 def test_rows_are_scored_in_parts_that_fit_into_memory(here, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,8 @@
 """AITER's prefill in fp8: right against its double, whatever release and heads, or refused with a reason."""
 
 import math
+import random
+from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
@@ -173,6 +175,27 @@ def test_every_release_is_right(release: str, monkeypatch: pytest.MonkeyPatch) -
     double = PrefillDouble(release, "gfx950", UNITS).install(monkeypatch)
     for heads in (33, 65):
         require_right(double, heads, batch_of((9, 3)), machine(release))
+
+
+def test_a_sample_of_all_releases_chips_heads_and_lengths_is_right_or_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rng, outcomes = random.Random(1), Counter[str]()
+    for _ in range(30):
+        release, arch = rng.choice(facts.releases()), rng.choice(("gfx950", "gfx950", "gfx950", "gfx942"))
+        heads, units = rng.choice((1, 2, 6, 12, 16, 20, 24, 32, 48, 64)), rng.choice((8, 64, 256))
+        lens = tuple(rng.choice((0, 1, 2, 17, 33, 130)) for _ in range(rng.randrange(1, 4)))
+        where, batch = machine(release, arch, units), batch_of(lens, causal=rng.random() < 0.7)
+        with monkeypatch.context() as patch:
+            made = PrefillDouble(release, arch, units).install(patch)
+            try:
+                require_right(made, heads, batch, where)
+            except NoBackend as refusal:
+                assert any(reason for reason in refusal.verdicts[0].reasons)
+                outcomes["refused"] += 1
+            else:
+                outcomes["right"] += 1
+    assert outcomes["right"] > 7 and outcomes["refused"] > 7
 
 
 def test_tiles_are_cut_and_merged_and_scratch_is_as_long_as_their_parts(double: PrefillDouble) -> None:
