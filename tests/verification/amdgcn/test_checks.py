@@ -112,6 +112,9 @@ def test_a_half_that_a_packed_instruction_does_not_name_decides_nothing():
     execute(text.format("op_sel_hi:[0,1]"), **given)
     with pytest.raises(Fault, match="vector register 9 decides something"):
         execute(text.format(""), **given)
+    # But it must have landed, if it is under way.
+    with pytest.raises(Fault, match="vector register 7 is used before its load was waited for"):
+        execute("  ds_read_b32 v7, v4\n" + text.format("op_sel_hi:[0,1]"), **given)
     # What is undefined in the upper half does not reach the lower one.
     execute(text.replace("v9", "v8").format(""), **given)
 

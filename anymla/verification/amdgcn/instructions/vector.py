@@ -165,7 +165,11 @@ def _packed(
         tuple(pair[min(half, len(pair) - 1)] for pair, half in zip(pairs, which, strict=True) if pair)
         for which in (low, high)
     )
-    return step(run, context, (*lower, *upper), writes, spread="upward", lower=lower)
+    # Of a pair that is loaded, the half that is not read must have landed too: hardware reads pairs.
+    touches = frozenset((*reads, *writes))
+    return replace(
+        step(run, context, (*lower, *upper), writes, spread="upward", lower=lower), touches=touches
+    )
 
 
 _PARTS = {
