@@ -165,7 +165,7 @@ def _packed(
         tuple(pair[min(half, len(pair) - 1)] for pair, half in zip(pairs, which, strict=True) if pair)
         for which in (low, high)
     )
-    # Of a pair that is loaded, the half that is not read must have landed too: hardware reads pairs.
+    # Compilers wait for both halves of a pair that is loaded, so both must have landed.
     touches = frozenset((*reads, *writes))
     return replace(
         step(run, context, (*lower, *upper), writes, spread="upward", lower=lower), touches=touches
