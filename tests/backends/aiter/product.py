@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run the whole product against the double, and count.
 
-    python tests/backends/aiter/product.py --part 1/2 --record evidence/aiter_product.json
+    python tests/backends/aiter/product.py --processes 16 --record evidence/aiter_product.json
 
 A run depends on its release through what the adapter makes of the call (its verdict, routes and knobs), and
 through what the double and the adapter's bindings ask of the record, all of which is known after one run.
@@ -17,6 +17,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -88,6 +89,12 @@ class Count:
         self.outcomes: collections.Counter[str] = collections.Counter()
         self.runs = self.again = 0
 
+    def __add__(self, other: "Count") -> "Count":
+        both = Count()
+        both.outcomes = self.outcomes + other.outcomes
+        both.runs, both.again = self.runs + other.runs, self.again + other.again
+        return both
+
     def add(
         self, case: Case, members: list[str], chance: random.Random, share: float, times: int = 1
     ) -> None:
@@ -143,20 +150,16 @@ def note_bindings(record: Record, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Binding, "arguments", noted_arguments)
 
 
-def main() -> int:
-    """Run, print every case that is wrong, and the counts."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=float("inf"))
-    parser.add_argument("--part", default="1/1", help="which part of how many, to run several at once")
-    parser.add_argument("--again", type=float, default=0.02, help="share of those stood for that is run too")
-    parser.add_argument("--record", type=Path, help="where to write what came out, if nothing was wrong")
-    options = parser.parse_args()
-    part, parts = map(int, options.part.split("/"))
+def count_part(part: int, parts: int, again: float) -> Count:
+    """Run a part of the calls.
+
+    Args:
+        part, parts: Which, from 1, of how many.
+        again: Share of those stood for that is run too.
+    """
     began, chance, count = time.monotonic(), random.Random(part), Count()
     mine = list(calls())[part - 1 :: parts]
-    for at, (call, lengths) in enumerate(mine):
-        if time.monotonic() - began > options.seconds:
-            break
+    for at, (call, lengths) in enumerate(mine, start=1):
         views: dict[tuple[object, ...], list[str]] = {}
         for release in cases.releases():
             views.setdefault(view(replace(call, release=release, lengths=lengths[0])), []).append(release)
@@ -164,10 +167,26 @@ def main() -> int:
             # A refusal comes before any length is looked at.
             for name in lengths if seen[0] == "taken" else lengths[:1]:
                 times = 1 if seen[0] == "taken" else len(lengths)
-                count.add(replace(call, lengths=name), list(members), chance, options.again, times)
-        if at % 50 == 0:
-            done = f"{at + 1} of {len(mine)} calls, {sum(count.outcomes.values())} cases by {count.runs} runs"
-            print(f"{time.monotonic() - began:.0f} s: {done}", flush=True)
+                count.add(replace(call, lengths=name), list(members), chance, again, times)
+        if at % 20 == 0 or at == len(mine):
+            done = f"{at} of {len(mine)} calls, {sum(count.outcomes.values())} cases by {count.runs} runs"
+            print(f"part {part} of {parts}, {time.monotonic() - began:.0f} s: {done}", flush=True)
+    return count
+
+
+def main() -> int:
+    """Run, print every case that is wrong, and the counts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--part", default="1/1", help="only which part of how many")
+    parser.add_argument("--processes", type=int, default=1, help="how many share it")
+    parser.add_argument("--again", type=float, default=0.02, help="share of those stood for that is run too")
+    parser.add_argument("--record", type=Path, help="where to write what came out, if nothing was wrong")
+    options = parser.parse_args()
+    part, parts = map(int, options.part.split("/"))
+    began, share = time.monotonic(), options.processes
+    mine = [(part + parts * at, parts * share, options.again) for at in range(share)]
+    with ProcessPoolExecutor(share) as pool:
+        count = sum(pool.map(count_part, *zip(*mine, strict=True)), start=Count())
     found = report(count, began)
     print(json.dumps(found, indent=2, ensure_ascii=False))
     failed = count.outcomes["wrong"] + count.outcomes["aborted"]
