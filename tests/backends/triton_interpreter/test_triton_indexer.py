@@ -138,6 +138,14 @@ class TestChoice:
         for got, count in zip(out.tolist(), [9, 0, 1, 16], strict=True):
             assert got == [*range(count)] + [-1] * (16 - count)
 
+    def test_a_row_is_narrowed_where_the_largest_hide_behind_few(self, monkeypatch):
+        logits = torch.randn(1, 100_000, generator=torch.Generator().manual_seed(3))
+        # A program looks at every 8192nd at a time: here 600 of them have all that is large.
+        logits[0, torch.arange(100_000) % 8192 < 600] += 100
+        out, state = self.chosen(logits, 512, 1024, monkeypatch)
+        assert state.narrowing.block_n == 8192
+        assert torch.equal(out[0].long(), logits[0].topk(512).indices.sort().values)
+
     def test_a_million_logits_are_chosen_from_in_three_levels(self, monkeypatch):
         logits = torch.randn(1, 1_000_000, generator=torch.Generator().manual_seed(2))
         out, state = self.chosen(logits, 4096, 16384, monkeypatch)
