@@ -22,7 +22,7 @@ from anymla.verification.cases import offered
 pytest.importorskip("triton", reason="Triton is not installed; pip install 'anymla[triton]'")
 
 CDNA = ("gfx90a", "gfx942", "gfx950")
-EVERY = {"gfx90a": 4, "gfx942": 2, "gfx950": 4, "gfx1100": 8, "gfx1201": 8}
+EVERY = {"gfx90a": 4, "gfx942": 2, "gfx950": 4, "gfx1100": 12, "gfx1201": 12}
 """Of how many sites one is tried here; all of them with `emulator_mutants.py CHIP`, see evidence."""
 
 
