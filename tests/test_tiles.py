@@ -25,7 +25,8 @@ def test_a_row_fits_every_model_format_and_number_of_rows(arch: str) -> None:
 @pytest.mark.parametrize(
     ("rows", "kv_format", "sparse", "block_size", "kernel", "block_m"),
     [
-        (16, "bf16", False, 64, "", 16),
+        (16, "bf16", False, 64, "attend_swapped", 16),
+        (16, "fp16", False, 128, "attend_swapped", 16),
         (17, "bf16", False, 64, "attend_wgmma", 64),
         (16, "bf16", False, 16, "attend_wgmma", 64),
         (16, "bf16", True, 64, "attend_wgmma", 64),
@@ -53,6 +54,7 @@ def test_a_kernel_placed_by_hand_for_bytes_has_a_portable_twin_of_its_tile(arch:
 
 def test_what_a_kernel_has_no_layouts_for_goes_to_the_portable_one() -> None:
     assert attend_row("sm90", 16, 384, 64, "fp8_e4m3fn", 64).kernel == ""
+    assert attend_row("sm90", 16, 384, 64, "bf16", 64).kernel == ""
     assert attend_row("sm90", 16, 512, 16, "fp8_e4m3fn", 64).kernel == "attend_wgmma"
     assert attend_row("sm90", 64, 512, 48, "bf16", 64).kernel == ""
 

@@ -249,7 +249,8 @@ def neighbours(row: Launch, vary: Sequence[str]) -> list[Launch]:
     for name in vary:
         value = getattr(row, name)
         if isinstance(value, bool):
-            found.append(replace(row, **{name: not value}))
+            changed: dict[str, Any] = {name: not value}
+            found.append(replace(row, **changed))
             continue
         steps = (value - 1, value + 1) if name in BY_ONE else (value // 2, value * 2)
         found += [replace(row, **{name: n}) for n in steps if LEAST[name] <= n <= MOST[name]]
@@ -259,7 +260,7 @@ def neighbours(row: Launch, vary: Sequence[str]) -> list[Launch]:
 def pasted(row: Launch) -> str:
     """A row as it stands in LAUNCH, without fields at their default."""
     given = [(f.name, getattr(row, f.name)) for f in fields(row) if getattr(row, f.name) != f.default]
-    return f"Launch({', '.join(f'{name}={value}' for name, value in given)})"
+    return f"Launch({', '.join(f'{name}={value!r}' for name, value in given)})"
 
 
 def proposal(kernel: str, arch: str, trials: Sequence[Trial]) -> str:

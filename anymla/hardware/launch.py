@@ -21,9 +21,7 @@ class Launch:
         swap: Whether products are transposed, for matrix instructions that want more rows than the tile has.
         widest: The widest key or value that its registers hold; a row with a width is for the shapes that
             no narrower one takes. 0: any.
-        kernel: Of which kernel with copies and products placed by hand it is: attend_wgmma or attend_bytes;
-            empty: of none.
-        swapped: Whether `attend_swapped` takes its place where it has layouts for the call.
+        kernel: Of which kernel with copies and products placed by hand it is, by its module; empty: of none.
         reread: Whether each block of keys brings the queries from on-chip memory anew, for chips on which
             every wave would need registers for all of them.
         registers: The most of a thread that multiplies fp8, on NVIDIA's chips; 0: as the compiler likes.
@@ -39,7 +37,6 @@ class Launch:
     swap: bool = False
     widest: int = 0
     kernel: str = ""
-    swapped: bool = False
     reread: bool = False
     registers: int = 0
 
@@ -82,7 +79,8 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
         Launch(block_m=32, block_n=32, num_warps=8, num_stages=2),
     ),
     ("attend", "sm90"): (
-        Launch(block_m=16, block_n=64, num_warps=4, num_stages=3, chunk=256, swapped=True),
+        Launch(block_m=16, block_n=64, num_warps=4, num_stages=2, chunk=256, kernel="attend_swapped"),
+        Launch(block_m=16, block_n=64, num_warps=4, num_stages=3, chunk=256),
         Launch(block_m=16, block_n=64, num_warps=4, num_stages=4, chunk=256, kernel="attend_bytes"),
         Launch(block_m=64, block_n=64, num_warps=4, num_stages=2, chunk=512, kernel="attend_wgmma"),
         Launch(block_m=64, block_n=64, num_warps=8, num_stages=2, chunk=512),

@@ -40,7 +40,7 @@ def attend_row(
         row
         for row in launch_rows("attend", arch)
         if not refuses(row)
-        and _kernel_takes(row.kernel, latent, rope, kv_format)
+        and _kernel_takes(row, latent, rope, kv_format, sparse or block_size % row.block_n != 0)
         and (not room or attend_shared_bytes(row, arch, latent, rope, element_bytes) <= room)
     ]
     assert fits, f"no launch row of attend takes {rows} rows of {latent} + {rope} on {arch}"
@@ -52,14 +52,15 @@ def attend_row(
     return next(row for row in fits if row.block_m >= min(rows, most))
 
 
-def _kernel_takes(kernel: str, latent: int, rope: int, kv_format: str) -> bool:
-    """Whether a kernel placed by hand has layouts for these widths, and knows the format."""
+def _kernel_takes(row: Launch, latent: int, rope: int, kv_format: str, apart: bool) -> bool:
+    """Whether a kernel placed by hand has layouts for these widths, this format and where keys lie."""
     takes = {
         "": True,
-        "attend_wgmma": rope in (0, 16, 32, 64, 128) and kv_format != "fp32" and "fnuz" not in kv_format,
-        "attend_bytes": rope in (0, 32, 64, 128) and kv_format == "fp8_e4m3fn",
+        "attend_swapped": kv_format in ("bf16", "fp16") and not apart,
+        "attend_bytes": kv_format == "fp8_e4m3fn" and rope != 16,
+        "attend_wgmma": kv_format != "fp32" and "fnuz" not in kv_format,
     }
-    return takes[kernel] and (not kernel or latent in (256, 512))
+    return takes[row.kernel] and (not row.kernel or (latent in (256, 512) and rope in (0, 16, 32, 64, 128)))
 
 
 def attend_shared_bytes(row: Launch, arch: str, latent: int, rope: int, element_bytes: int = 2) -> int:
@@ -78,11 +79,11 @@ def attend_shared_bytes(row: Launch, arch: str, latent: int, rope: int, element_
         # Queries, sums of every row and what is written of them at a time; keys as bytes; barriers beside.
         keys = row.num_stages * row.block_n * (latent + max(rope, 32))
         return 2 * row.block_m * (3 * latent + max(rope, 32)) + keys + 4 * row.block_m * 128 + 512
-    if row.kernel:
+    if row.kernel == "attend_wgmma":
         # Weights take the room of RoPE parts as large; maxima, sums and barriers beside.
         weights = 0 if rope == row.block_n else 2 * weights
         return element_bytes * (row.block_m * (latent + rope) + 2 * block + weights) + 32 * row.block_m
-    in_flight = row.num_stages if row.block_m >= 64 else max(row.num_stages - 1, 1)
+    in_flight = row.num_stages if row.kernel or row.block_m >= 64 else max(row.num_stages - 1, 1)
     indices = 4 * row.block_n * in_flight
     return element_bytes * (row.block_m * (latent + rope) + in_flight * block + weights) + indices
 

@@ -17,17 +17,17 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from anymla.backends.triton_mla import attend
-from anymla.backends.triton_mla.attend_wgmma import sink_share
-from anymla.backends.triton_mla.wgmma_copies import (
+from anymla.backends.triton_mla.warpgroup_parts import (
+    LN_2,
     announce,
     bring,
     key_span,
     load_box,
     placed_item,
     rows_of,
+    sink_share,
+    write_free_rows,
 )
-
-LN_2 = gl.constexpr(0.6931471805599453)
 
 # Barriers: of each block that has room, then of the queries.
 QUERIES = gl.constexpr(2)
@@ -258,16 +258,10 @@ def attend_swapped_kernel(
                 gl.store(places + HALF, gl.where(empty[None, :], 0.0, acc_1 * share[None, :]))
                 gl.store(part_lse + piece + in_tile, row_lse)
 
-    # Rows that belong to no sequence.
-    every: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    free = gl.load(qo_indptr + num_seqs)
-    for step in range(program, num_tokens - free, gl.num_programs(0)):
-        row = (free + step).to(gl.int64)
-        for head in range(num_heads):
-            o_row = out + row * stride_ot + head * stride_oh
-            gl.store(o_row + gl.arange(0, L, every) * stride_od, gl.zeros([L], out.dtype.element_ty, every))
-            if HAS_LSE:
-                gl.store(lse + row * stride_lt + head * stride_lh, float("-inf"))
+    write_free_rows(
+        qo_indptr, out, lse, num_tokens, num_seqs, num_heads,
+        stride_ot, stride_oh, stride_od, stride_lt, stride_lh, L, HAS_LSE,
+    )  # fmt: skip
 
 
 @gluon.jit

@@ -101,7 +101,6 @@ def attend_wgmma_kernel(
     BOXES: gl.constexpr,
     Q_COPIED: gl.constexpr,
     COPIED: gl.constexpr,
-    CONVERT: gl.constexpr,
 ):
     """One stretch of the line a program; the grid is the number of stretches."""
     gl.static_assert(gl.num_warps() == 4)
@@ -166,7 +165,7 @@ def attend_wgmma_kernel(
                     stride_page, stride_token,
                     stride_table, stride_table_col, stride_indices, stride_indices_col,
                     L, R, BLOCK_M, BLOCK_N, BLOCK_SIZE, INVARIANT, PIECES, PIECE_BLOCKS, CAUSAL, SPARSE,
-                    HAS_COUNTS, FORMAT, BOXES, Q_COPIED, COPIED, CONVERT,
+                    HAS_COUNTS, FORMAT, BOXES, Q_COPIED, COPIED,
                 ),
             ),
         ],

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 
 import torch
 import triton
@@ -243,18 +244,13 @@ def _attend(
         "HAS_SCALE": args.cache.scale is not None,
     }
     placed = launch.kernel if data.dtype.itemsize > 1 or aligned(data) else ""
-    if placed == "attend_wgmma":
-        from anymla.backends.triton_mla.attend_wgmma import attend_wgmma_kernel as kernel
-
-        own = _copies(args, data, problem, launch) | {"CONVERT": data.dtype.itemsize == 1}
-    elif placed == "attend_bytes":
-        from anymla.backends.triton_mla.attend_bytes import attend_bytes_kernel as kernel
-
-        own = {"RING": launch.num_stages // 2}
-    elif launch.swapped and _is_swapped(problem):
-        from anymla.backends.triton_mla.attend_swapped import attend_swapped_kernel as kernel
-
-        own = _copies(args, data, problem, launch)
+    if placed:
+        own: dict[str, object]
+        kernel = getattr(import_module(f"anymla.backends.triton_mla.{placed}"), f"{placed}_kernel")
+        if placed == "attend_bytes":
+            own = {"RING": launch.num_stages // 2}
+        else:
+            own = _copies(args, data, problem, launch)
     else:
         if launch.kernel:
             # Bytes that lie anyhow go to the portable kernel, whose tiles are the same.
@@ -338,13 +334,6 @@ def _attend(
             num_stages=joining.num_stages,
             **({"launch_pdl": True} if joining.overlap else {}),
         )
-
-
-def _is_swapped(problem: Problem) -> bool:
-    """Whether `attend_swapped` has layouts for a call; its facts alone say so, not how its tensors lie."""
-    formats = {problem.q_dtype, problem.kv_format} <= {"bf16", "fp16"}
-    widths = problem.kv_lora_rank in (256, 512) and problem.qk_rope_head_dim in (0, 16, 32, 64, 128)
-    return problem.op == "decode" and formats and widths and problem.block_size % 64 == 0 and not missing()
 
 
 def _copies(

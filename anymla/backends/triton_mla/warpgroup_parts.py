@@ -2,12 +2,14 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
 from anymla.backends.triton_mla import attend
 
 placed_item = gluon.jit(attend.placed_item.fn)
 sink_share = gluon.jit(attend.sink_share.fn)
+
+load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 
 LN_2 = gl.constexpr(0.6931471805599453)
 
@@ -87,3 +89,22 @@ def announce(bar, COPIED: gl.constexpr):
         fence_async_shared()
     gl.thread_barrier()
     mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def bring(
+    to, rows, first, stride, valid,
+    WIDTH: gl.constexpr, COPIED: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Columns of some rows; those of rows that are not there become zeros, not read."""
+    cols_at: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    if COPIED:
+        cols = first + gl.arange(0, WIDTH, cols_at)
+        async_copy.async_copy_global_to_shared(to, rows + cols[None, :], mask=valid)
+    else:
+        # Views whose rows lie anyhow pass through registers, a few columns at a time.
+        STEP: gl.constexpr = min(WIDTH, 32)
+        for at in gl.static_range(0, WIDTH, STEP):
+            cols = first + at + gl.arange(0, STEP, cols_at)
+            values = gl.load(rows + cols[None, :] * stride, mask=valid, other=0.0)
+            to.slice(at, STEP, 1).store(values.to(to.dtype))

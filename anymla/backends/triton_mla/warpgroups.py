@@ -7,6 +7,7 @@ from importlib import import_module
 import torch
 from torch import Tensor
 
+from anymla.hardware.launch import LAUNCH
 from anymla.problem import Problem
 
 
@@ -14,7 +15,7 @@ from anymla.problem import Problem
 def missing() -> str | None:
     """What the installed Triton lacks: Gluon is still experimental, and may move."""
     try:
-        for kernel in ("attend_wgmma", "attend_bytes"):
+        for kernel in {row.kernel for rows in LAUNCH.values() for row in rows} - {""}:
             import_module(f"anymla.backends.triton_mla.{kernel}")
     except (ImportError, AttributeError) as error:
         return f"triton's Gluon got {error}; needs that of 3.6"

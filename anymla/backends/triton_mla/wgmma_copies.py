@@ -6,12 +6,18 @@ registers, where they are converted. Keys that are not there become zeros and ar
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from anymla.backends.triton_mla import keys
-from anymla.backends.triton_mla.warpgroup_parts import announce, key_span, page_of, placed_item, rows_of
-
-load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+from anymla.backends.triton_mla.warpgroup_parts import (
+    announce,
+    bring,
+    key_span,
+    load_box,
+    page_of,
+    placed_item,
+    rows_of,
+)
 
 # Barriers. A part is half the columns of one of two blocks, block * 2 + half; a block's RoPE part goes with
 # the half that the other warpgroup multiplies.
@@ -40,7 +46,6 @@ def copy_keys(
     INVARIANT: gl.constexpr, PIECES: gl.constexpr, PIECE_BLOCKS: gl.constexpr,
     CAUSAL: gl.constexpr, SPARSE: gl.constexpr, HAS_COUNTS: gl.constexpr,
     FORMAT: gl.constexpr, BOXES: gl.constexpr, Q_COPIED: gl.constexpr, COPIED: gl.constexpr,
-    CONVERT: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup that copies queries and keys."""
     HALF: gl.constexpr = L // 2
@@ -84,7 +89,7 @@ def copy_keys(
                 table = block_table + seq.to(gl.int64) * stride_table
                 table_stride = stride_table_col
             blocks = gl.maximum((end_key - start_key + BLOCK_N - 1) // BLOCK_N, 0)
-            if CONVERT:
+            if cache.dtype.element_ty.primitive_bitwidth == 8:
                 _convert_keys(
                     k_l, k_r, bars, cache, table, table_stride, start_key, end_key, blocks, used_0, used_1,
                     stride_page, stride_token, L, R, FORMAT, BLOCK_N, BLOCK_SIZE, SPARSE,
@@ -279,22 +284,3 @@ def _fill(
         if ROPE and R > 0:
             bring(k_r.index(part // 2), rows, L, 1, valid, R, COPIED, LAYOUT)
         announce(bar, COPIED)
-
-
-@gluon.jit
-def bring(
-    to, rows, first, stride, valid,
-    WIDTH: gl.constexpr, COPIED: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Columns of some rows; those of rows that are not there become zeros, not read."""
-    cols_at: gl.constexpr = gl.SliceLayout(0, LAYOUT)
-    if COPIED:
-        cols = first + gl.arange(0, WIDTH, cols_at)
-        async_copy.async_copy_global_to_shared(to, rows + cols[None, :], mask=valid)
-    else:
-        # Views whose rows lie anyhow pass through registers, a few columns at a time.
-        STEP: gl.constexpr = min(WIDTH, 32)
-        for at in gl.static_range(0, WIDTH, STEP):
-            cols = first + at + gl.arange(0, STEP, cols_at)
-            values = gl.load(rows + cols[None, :] * stride, mask=valid, other=0.0)
-            to.slice(at, STEP, 1).store(values.to(to.dtype))
