@@ -250,7 +250,7 @@ def plan_decode(
         num_heads: H, the heads of this rank.
         kv_lora_rank: L.
         qk_rope_head_dim: R, 0 for rope-free models.
-        q_dtype: Dtype of the queries: fp32, bf16 or fp16.
+        q_dtype: Dtype of the queries: fp32, bf16 or fp16; an fp8 lets a backend round them to it.
         kv_format: Name of a row of KV_FORMATS.
         sinks: Whether `run` will be given sinks.
         return_lse: Whether `run` may be asked for lse.
@@ -307,7 +307,7 @@ def plan_sparse_decode(
         kv_lora_rank: L.
         qk_rope_head_dim: R, 0 for rope-free models.
         block_size: Tokens a page.
-        q_dtype: Dtype of the queries: fp32, bf16 or fp16.
+        q_dtype: Dtype of the queries: fp32, bf16 or fp16; an fp8 lets a backend round them to it.
         kv_format: Name of a row of KV_FORMATS.
         device: Where the step runs.
         sinks: Whether `run` will be given sinks.
@@ -367,7 +367,8 @@ def plan_prefill(
         qk_rope_head_dim: R, 0 for rope-free models.
         qk_nope_head_dim: P.
         v_head_dim: V.
-        q_dtype: Dtype of the queries and the new latents: fp32, bf16 or fp16.
+        q_dtype: Dtype of the queries and the new latents: fp32, bf16 or fp16; an fp8 lets a backend round
+            queries, keys and values to it.
         kv_format: Format of the cached context. None: there is none, or it has the dtype of the queries.
         sinks: Whether `run` will be given sinks.
         return_lse: Whether `run` may be asked for lse.
@@ -396,6 +397,9 @@ def plan_prefill(
         block_size=batch.block_size,
     )
     wanted = features(batch, sinks=sinks, return_lse=return_lse, batch_invariant=batch_invariant)
+    contexts = batch.context_lens_host
+    if contexts is None or any(contexts):
+        wanted |= {Feature.CACHED_CONTEXT}
     problem = Problem(op="prefill", q_len=batch.max_q_len, features=wanted, **facts)
     return prefill_plan(batch, problem, backend, machine)
 
@@ -517,7 +521,8 @@ def _facts(
     for name, value in widths.items():
         least = 0 if name in ("qk_rope_head_dim", "qk_nope_head_dim") else 1
         reasons.need(isinstance(value, int) and value >= least, name, value, f"at least {least}")
-    reasons.need(q_dtype in contract.Q_DTYPES, "q_dtype", q_dtype, "float32, bfloat16 or float16")
+    needs = "float32, bfloat16 or float16, or an fp8 to round to"
+    reasons.need(q_dtype in contract.INDEX_Q_DTYPES, "q_dtype", q_dtype, needs)
     known, form = kv.KV_FORMATS, canonical_name(kv_format, machine.fp8_flavour)
     reasons.need(form in known, "kv_format", repr(kv_format), f"one of {', '.join(known)}")
     reasons.raise_if_any()

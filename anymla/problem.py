@@ -15,6 +15,7 @@ class Feature(Enum):
     MULTI_TOKEN = "more than one query token a sequence"
     NON_CAUSAL = "non-causal"
     BATCH_INVARIANT = "batch invariance"
+    CACHED_CONTEXT = "a cached context"
     GRAPH = "graph capture"
 
     def __str__(self) -> str:

@@ -21,7 +21,7 @@ from anymla.contract import AttentionOutput, Batch
 from anymla.errors import InvalidInput, NoBackend
 from anymla.hardware.probe import Machine, machine_named
 from anymla.kv_cache import KVCache
-from anymla.plans import PrefillPlan, features, prefill_plan
+from anymla.plans import PrefillPlan, features, plan_prefill, prefill_plan
 from anymla.problem import Feature, Problem
 from anymla.verification.judge import judge
 
@@ -300,6 +300,23 @@ def test_our_own_prefill_stands_behind_it_and_explain_says_so() -> None:
     choice = select.choose(asked, machine_named("gfx950").having("aiter", "HEAD"))
     assert choice.backend.name == "triton"
     assert "aiter: q_dtype got bf16; needs fp8_e4m3fn" in str(choice)
+
+
+def test_a_plan_asks_for_it_by_an_fp8_dtype_and_a_context_is_refused_by_name(double: PrefillDouble) -> None:
+    widths = {"num_heads": 16, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+    asked = {**widths, "v_head_dim": 128, "machine": machine()}
+    batch = batch_of((9, 4))
+    assert plan_prefill(batch, q_dtype=torch.float8_e4m3fn, **asked).backend == "aiter"
+    assert plan_prefill(batch, q_dtype=torch.bfloat16, **asked).backend == "triton"
+    later = Batch.of(
+        seq_lens=torch.tensor([12, 4], dtype=torch.int32),
+        qo_indptr=batch.qo_indptr,
+        block_table=torch.zeros(2, 1, dtype=torch.int32),
+        block_size=8,
+        new_tokens_are_cached=False,
+    )
+    with pytest.raises(NoBackend, match="aiter: features lacks a cached context"):
+        plan_prefill(later, q_dtype=torch.float8_e4m3fn, kv_format="fp8_e4m3fn", **asked)
 
 
 def test_gfx942_and_releases_without_a_kernel_are_refused() -> None:
