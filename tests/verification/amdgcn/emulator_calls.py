@@ -1,7 +1,8 @@
 """Run in a process of its own, `python emulator_calls.py CHIP WHAT`: prints a line of JSON for each check.
 
 "api" makes the public calls on CPU tensors as on that chip, each in two orders of the waves and judged;
-"dots" multiplies matrices of every type and size that the chip has instructions for, "dots part" some.
+"rows" gives some of them one launch row to choose from; "dots" multiplies matrices of every type and size that
+the chip has instructions for, "dots part" some.
 """
 
 import json
@@ -20,7 +21,9 @@ import triton.language as tl
 
 from anymla import api, quantise_queries
 from anymla.hardware.arches import ARCHES
+from anymla.hardware.probe import this_machine
 from anymla.verification.amdgcn.driver import emulated
+from anymla.verification.amdgcn.rows import check_row, row_cases, rows_taken
 from anymla.verification.checks import judge_ids, right_answer, run_call
 from anymla.verification.inputs import (
     Inputs,
@@ -146,10 +149,24 @@ def check_dots(chip: str, whole: bool = True) -> Iterator[dict[str, Any]]:
                 yield {"name": name, "right": right, "instructions": used}
 
 
+def check_rows(chip: str) -> Iterator[dict[str, Any]]:
+    """Some calls that are given one launch row to choose from, and one whose kernel is never launched."""
+    with emulated(chip, orders=("lockstep", "reverse"), units=8) as emulator:
+        machine = this_machine(torch.device("cpu"))
+        writes = [each for each in row_cases(machine) if each.kernel == "cache_write"]
+        joins = next(each for each in row_cases(machine) if each.kernel == "combine")
+        # Another row than the chip has, so that it shows which was taken.
+        other = replace(joins, row=replace(joins.row, num_warps=2))
+        for each in (joins, other, writes[-1], replace(writes[0], kernel="attend", row=joins.row)):
+            judged = check_row(each, "triton", machine, emulator)
+            taken = sorted(rows_taken(emulator.launches, chip)) if each.kernel == "cache_write" else []
+            yield {"name": each.id, "reasons": judged.reasons, "rows": taken}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     np.seterr(all="ignore")
     chip, what, *part = sys.argv[1:]
-    checks = {"api": check_api, "dots": partial(check_dots, whole=not part)}
+    checks = {"api": check_api, "rows": check_rows, "dots": partial(check_dots, whole=not part)}
     for fact in checks[what](chip):
         print(json.dumps(fact), flush=True)

@@ -7,12 +7,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 
 from anymla.hardware.arches import ARCHES
+from anymla.hardware.launch import launch_rows
 from anymla.hardware.probe import machine_named
 from anymla.verification.amdgcn.conformance import BACKEND
 from anymla.verification.amdgcn.driver import CHIPS, emulated
@@ -87,6 +89,17 @@ def test_every_launch_row_has_calls_that_are_offered(chip):
     assert list(dict.fromkeys(row_named(each.kernel, each.row) for each in found)) == row_names(chip)
     assert all(offered(each.case.problem, BACKEND, machine) for each in found)
     assert len({each.id for each in found}) == len(found)
+
+
+def test_a_call_takes_the_launch_row_that_it_is_given_and_is_wrong_if_it_takes_none():
+    *given, astray = checked("calls", "gfx942", "rows")
+    join, (write,) = launch_rows("combine", "gfx942")[0], launch_rows("cache_write", "gfx942")
+    names = [row_named("combine", join), row_named("combine", replace(join, num_warps=2))]
+    assert [fact["reasons"] for fact in given] == [[]] * 3
+    assert [fact["name"].split(":")[0] for fact in given[:2]] == names
+    assert given[-1]["name"].endswith("over 4 GiB") and given[-1]["rows"] == [row_named("cache_write", write)]
+    needed = row_named("cache_write", write), row_named("attend", join)
+    assert astray["reasons"] == ["launches got {}; need {}".format(*needed)]
 
 
 @pytest.mark.parametrize(
