@@ -275,7 +275,7 @@ def run_suite(
         "suite": suite,
         **made,
         "commit": made["commit"] or commit,
-        "timing": f"captured graph, caches flushed, median of {repeats}",
+        "timing": f"captured graph, caches flushed and clean, median of {repeats}",
         "copy_bytes_a_second": copy,
         "product_flop_a_second": product,
         "seconds": round(time.monotonic() - began, 1),
