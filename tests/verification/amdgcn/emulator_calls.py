@@ -1,8 +1,8 @@
 """Run in a process of its own, `python emulator_calls.py CHIP WHAT`: prints a line of JSON for each check.
 
 "api" makes the public calls on CPU tensors as on that chip, each in two orders of the waves and judged;
-"rows" gives some of them one launch row to choose from; "dots" multiplies matrices of every type and size that
-the chip has instructions for, "dots part" some.
+"rows" gives some of them one launch row to choose from; "dots" multiplies matrices of every type and size
+that the chip has instructions for, "dots part" some.
 """
 
 import json
