@@ -25,7 +25,7 @@ from anymla.verification.aiter_objects.scenes import (
     Scene,
     scene,
 )
-from anymla.verification.aiter_objects.stand_in import StandIn
+from anymla.verification.aiter_objects.stand_in import NotModelled, StandIn
 from anymla.verification.judge import wrong
 
 HEADS = (5, 8, 16, 24, 32, 48, 64, 96, 128)
@@ -62,13 +62,14 @@ class NotTaken(AnyMLAError, RuntimeError):
     """The adapter takes no call at all with an AITER; the message gives every reason."""
 
 
-def examine(objects: Objects, root: Path, release: str) -> Iterator[Finding]:
+def examine(objects: Objects, root: Path, release: str, not_run: dict[str, str]) -> Iterator[Finding]:
     """Run every route that the adapter takes.
 
     Args:
         objects: The code objects.
         root: The folder that holds the package `aiter`, beside its tables.
         release: What its package calls it, "" where nothing says.
+        not_run: Filled with calls of which nothing can be said, and why.
 
     Raises:
         NotTaken: there is no route.
@@ -84,7 +85,10 @@ def examine(objects: Objects, root: Path, release: str) -> Iterator[Finding]:
             if not verdict.accepted:
                 why.update(dict.fromkeys(verdict.reasons))
                 continue
-            found = _run(objects.chip, stand_in, machine, call, seen)
+            try:
+                found = _run(objects.chip, stand_in, machine, call, seen)
+            except NotModelled as reason:
+                not_run[f"our adapter, {call}"], found = str(reason), None
         if found is not None:
             yield found
     if not seen:
@@ -106,6 +110,8 @@ def _run(chip: str, stand_in: StandIn, machine: Machine, call: Call, seen: set[o
     try:
         got = plan.run(q[..., :LATENT], q[..., LATENT:], made.cache, sm_scale=SM_SCALE, return_lse=call.lse)
         judged = made.judged(AttentionOutput(got.out, got.lse))
+    except NotModelled:
+        raise
     except AnyMLAError as error:
         judged = wrong(str(error))
     outcome = "wrong" if judged.reasons else "undecided" if stand_in.undecided else "right"

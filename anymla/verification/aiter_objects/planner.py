@@ -26,6 +26,18 @@ class PlanTooSmall(ValueError):
     """A buffer of the plan is too small for what is to be written."""
 
 
+def query_tiles(chip: str, q: str, heads: int, q_len: int) -> int:
+    """Into how many tiles AITER's planner cuts the query tokens of a row; this one leaves them whole.
+
+    Source: AITER csrc/kernels/mla/metadata/v1_2_device.cuh at e4048607, mla_v12_num_qo_tiles.
+    """
+    packed, most = heads * q_len, 128
+    is_small = heads <= 64 and 64 <= packed and (packed < 128 or heads == 48)
+    if chip == "gfx950" and ((q == "bf16" and is_small) or (q == "fp8" and (heads, q_len) == (32, 3))):
+        most = 64
+    return q_len if heads * 2 > most else -(-packed // most)
+
+
 def sizes(batch_size: int, packed: int, units: int) -> tuple[tuple[Any, torch.dtype], ...]:
     """Shapes and dtypes of BUFFERS, as AITER counts them for its fast mode."""
     tiles_a_row = -(-packed // TILE_ROWS)

@@ -15,12 +15,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from anymla.errors import AnyMLAError
 from anymla.verification.aiter_objects import planner
 from anymla.verification.aiter_objects.kernels import KERNELS, Kernel
 from anymla.verification.aiter_objects.launch import Faulted, Objects
 from anymla.verification.aiter_objects.stages import Operands, read_splits, run_persistent, run_rows
 
 MODULES = ("aiter", "aiter.mla", "aiter.ops", "aiter.ops.attention")
+
+
+class NotModelled(AnyMLAError, RuntimeError):
+    """The stand-in does not do what AITER does there, so nothing can be said."""
 
 
 class Chosen(Protocol):
@@ -185,6 +190,8 @@ class StandIn:
         """Workgroups that walk a plan, and AITER's reducer by our merge."""
         assert self.chosen is not None
         fold, q_len = self.chosen.fold, kernel.q_len
+        if planner.query_tiles(self.objects.chip, kernel.q, kernel.heads, q_len) > 1:
+            raise NotModelled("AITER's planner cuts the query tokens of a row there, and this one does not")
         folded = replace(given, q=_folded(given.q, fold, q_len))
         found = run_persistent(self.objects, kernel, folded, plan, final_lse=return_lse)
         self.undecided |= found.ran.undecided

@@ -207,7 +207,7 @@ class Machine:
         self.scc_of = np.zeros(self.num_waves, bool)
         self.mode = np.zeros(self.num_waves, U32)
         self.defined = Definedness(SCALARS + launch.vectors, self.num_waves, self.lanes, order != "clock")
-        self.shared = SharedMemory(len(workgroups), shared_bytes)
+        self.shared = SharedMemory(len(workgroups), shared_bytes, aligned=order != "clock")
         self.scratch = np.full((self.num_waves, self.lanes, launch.scratch // 4), GARBAGE, U32)
         self.journal = Journal(self.shared.num_bytes, self.wave_of)
         self.counts = [0] * len(launch.steps)

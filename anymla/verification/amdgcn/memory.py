@@ -143,10 +143,11 @@ class SharedMemory:
     Attributes:
         size: Bytes of a workgroup.
         stride: Bytes from one workgroup's to the next one's.
+        aligned: Whether an access that is not aligned is refused, though the chip takes it.
     """
 
-    def __init__(self, workgroups: int, size: int) -> None:
-        self.size, self.stride = size, max(-(-size // 16) * 16, 16)
+    def __init__(self, workgroups: int, size: int, aligned: bool = True) -> None:
+        self.size, self.stride, self.aligned = size, max(-(-size // 16) * 16, 16), aligned
         self._bytes = np.full(workgroups * self.stride // 4, GARBAGE, U32).view(U8)
         self._written = np.zeros(self._bytes.size, U8)
 
@@ -165,7 +166,7 @@ class SharedMemory:
         if wanted.size and (int(wanted.max()) + size > self.size or int(wanted.min()) < 0):
             bad = (addresses + size > self.size) | (addresses < 0)
             self._refuse(f"{size} bytes outside of the {self.size} bytes of LDS", addresses, mask, bad)
-        if align > 1 and wanted.size and int(np.bitwise_or.reduce(wanted)) & (align - 1):
+        if self.aligned and align > 1 and wanted.size and int(np.bitwise_or.reduce(wanted)) & (align - 1):
             self._refuse(f"{size} bytes not aligned to {align}", addresses, mask, addresses % align != 0)
         whole: Array = addresses + workgroups[:, None] * self.stride
         chosen: Array = whole.ravel() if mask is None else whole[mask]
