@@ -51,6 +51,7 @@ _OLD_64 = "MLA_A16W16_1TG_4W_64mx1_16nx1_Coex0_Msk1_QH16"
 _OLD_32 = "MLA_A16W16_1TG_4W_32mx1_16nx1_Coex0_Msk1_QH16"
 _NEW_32 = "MLA_A16W16_1TG_4W_16mx4_32nx1_Coex0_Msk1_QH16"
 _128 = "mla_dec_stage1_bf16_a16w16_subQ128_mqa128"
+_FP8_SEVERAL = one_of("mla_a8w8_qh16_qseqlen2_gqaratio16", "mla_a8w8_qh128_m32x4_n16x2_msk1")
 
 
 def _kernel(
@@ -154,6 +155,40 @@ KERNEL_QUIRKS: tuple[Quirk, ...] = (
         refuse="AITER's older bf16 kernel of 32 heads is wrong for several tokens",
         kernel=one_of(_OLD_32),
         q_len=_MANY,
+    ),
+    _kernel(
+        one_of("gfx950"),
+        f"{_EMULATED}: where two tiles are masked, the address of the next keys is overwritten by the mask's",
+        refuse="AITER's bf16 kernel of 32 heads is wrong for 3 tokens and more",
+        kernel=one_of(_NEW_32),
+        q_len=Between(3, 8),
+    ),
+    _kernel(
+        one_of("gfx950"),
+        f"{_EMULATED}: 16 rows share a mask, so heads of one token see keys as the next token does",
+        refuse="AITER's bf16 kernel of 64 heads is wrong for 24 heads and several tokens",
+        kernel=one_of(
+            "mla_a16w16_qh64_qseqlen1_gqaratio64_v3_ps", "mla_a16w16_qh64_qseqlen1_gqaratio64_lse_v3_ps"
+        ),
+        lanes=one_of(24),
+        q_len=_MANY,
+    ),
+    _kernel(
+        _CDNA,
+        f"{_EMULATED}: a split of whose keys a token sees none gives NaN, which AITER's own number avoids",
+        knob="num_kv_splits",
+        value=1,
+        kernel=_FP8_SEVERAL,
+        q_len=_MANY,
+        lse=one_of(False),
+    ),
+    _kernel(
+        _CDNA,
+        f"{_EMULATED}: a split of whose keys a token sees none gives NaN, and one split gives no lse",
+        refuse="AITER's fp8 kernel of several tokens gives no right lse",
+        kernel=_FP8_SEVERAL,
+        q_len=_MANY,
+        lse=_LSE,
     ),
     _kernel(
         one_of("gfx942"),

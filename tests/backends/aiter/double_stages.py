@@ -15,6 +15,10 @@ UNMASKED = (OLD_32, OLD_64, "mla_dec_stage1_bf16_a16w16_subQ128_mqa128")
 """Kernels in which each of several query tokens sees all keys of its sequence."""
 UNSCALED = ("mla_a8w8_qh8_qseqlen1_gqaratio8_v1", "mla_a8w8_qh64_qseqlen4_gqaratio16_ps")
 """Kernels of gfx942 that leave the scale of the cache out of their output."""
+NO_EMPTY_SPLITS = ("mla_a8w8_qh16_qseqlen2_gqaratio16", "mla_a8w8_qh128_m32x4_n16x2_msk1")
+"""Kernels in which a split of whose keys a token sees none gives NaN."""
+MASKED_BY_16 = ("mla_a16w16_qh64_qseqlen1_gqaratio64_v3_ps", "mla_a16w16_qh64_qseqlen1_gqaratio64_lse_v3_ps")
+"""Kernels in which 16 rows, heads of one token after another, see keys as the last of them does."""
 NAN = math.nan
 
 
@@ -62,12 +66,20 @@ def attend(step: Step, q: Tensor, start: int, stop: int, end: int) -> tuple[Tens
     scores = torch.einsum("nhd,kd->nhk", q, keys) * step.given["sm_scale"]
     n = q.shape[0]
     if n > 1 and step.kernel not in UNMASKED:
-        seen = end - (n - 1 - torch.arange(n))
-        hidden = torch.arange(start, stop)[None, :] >= seen[:, None]
-        scores = scores.masked_fill(hidden[:, None], -math.inf)
+        token = torch.arange(n)[:, None].expand(n, q.shape[1])
+        if step.kernel in MASKED_BY_16:
+            last = torch.arange(token.numel()) // 16 * 16 + 15
+            token = (last // q.shape[1]).clamp(max=n - 1).view_as(token)
+        seen = end - (n - 1 - token)
+        hidden = torch.arange(start, stop) >= seen[..., None]
+        scores = scores.masked_fill(hidden, -math.inf)
     lse = scores.logsumexp(-1)
     weights = torch.where(lse[..., None] == -math.inf, 0.0, (scores - lse[..., None]).exp())
     out = torch.einsum("nhk,kd->nhd", weights, keys[:, :512])
+    if step.kernel in NO_EMPTY_SPLITS:
+        lse = torch.where(lse == -math.inf, NAN, lse)
+    if step.kernel == NEW_32 and n > 2 and 0 < (end - start) % 32 < n - 1:
+        out[-1] = NAN
     if step.kernel in UNSCALED and step.double.arch == "gfx942":
         out = out / step.given["kv_scale"]
     if not bool(step.kv[0].float().isfinite().all()) and (stop - start) % 16:

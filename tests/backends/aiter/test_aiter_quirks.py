@@ -59,6 +59,14 @@ EXAMPLES = [
     Example(
         "32 heads is wrong for several", at("HEAD", "gfx942", 32, q_len=2, lengths="a tail of one"), WRONG
     ),
+    Example("wrong for 3 tokens and more", at("HEAD", "gfx950", 32, q_len=3, lengths="a tail of one"), WRONG),
+    Example("16 rows share a mask", at("HEAD", "gfx950", 24, q_len=2, lengths="a tail of one"), WRONG),
+    Example("own number avoids", at("HEAD", "gfx942", 128, "fp8", 2, lengths="a tail of one"), WRONG),
+    Example(
+        "of several tokens gives no right lse",
+        at("HEAD", "gfx942", 128, "fp8", 2, lse=True, lengths="a tail of one"),
+        WRONG,
+    ),
     Example("leaves the cache's scale out", at("HEAD", "gfx942", 8, "fp8"), WRONG),
     Example("tiles of 128 keys", at("HEAD", "gfx950", 16, "fp8", lengths="with empty"), WRONG),
     Example(
