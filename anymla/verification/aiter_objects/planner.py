@@ -32,7 +32,7 @@ def query_tiles(chip: str, q: str, heads: int, q_len: int) -> int:
     Source: AITER csrc/kernels/mla/metadata/v1_2_device.cuh at e4048607, mla_v12_num_qo_tiles.
     """
     packed, most = heads * q_len, 128
-    is_small = heads <= 64 and 64 <= packed and (packed < 128 or heads == 48)
+    is_small = heads <= 64 and packed >= 64 and (packed < 128 or heads == 48)
     if chip == "gfx950" and ((q == "bf16" and is_small) or (q == "fp8" and (heads, q_len) == (32, 3))):
         most = 64
     return q_len if heads * 2 > most else -(-packed // most)
