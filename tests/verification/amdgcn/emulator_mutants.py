@@ -93,7 +93,7 @@ class Mutants:
             for heads, lens, asked in (
                 (3, self.lens, self.asked),
                 (5, (37, 22), (3, 3)),
-                (7, (37, 22), (2, 2)),
+                (7, (37, 22), (3, 3)),
                 (block_m + 1, (5, 20), (1, 1)),
             )
         )
