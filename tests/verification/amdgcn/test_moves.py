@@ -75,8 +75,8 @@ def test_every_row_is_tested_here():
     tested = {Load, Store, LoadToShared, ScalarLoad, SharedLoad, SharedStore, Mfma, Wmma, Ignored}
     flow = {
         "s_branch", "s_cbranch_scc0", "s_cbranch_scc1", "s_cbranch_vccz", "s_cbranch_vccnz",
-        "s_cbranch_execz", "s_cbranch_execnz", "s_endpgm", "s_barrier", "s_barrier_wait", "s_waitcnt",
-        "s_waitcnt_vscnt", "s_wait_loadcnt",
+        "s_cbranch_execz", "s_cbranch_execnz", "s_endpgm", "s_barrier", "s_barrier_signal", "s_barrier_wait",
+        "s_waitcnt", "s_waitcnt_vscnt", "s_wait_loadcnt",
         "s_wait_storecnt", "s_wait_dscnt", "s_wait_kmcnt", "s_wait_loadcnt_dscnt", "s_wait_storecnt_dscnt",
         "s_setreg_imm32_b32",
     }  # fmt: skip
