@@ -13,14 +13,8 @@ if TYPE_CHECKING:
     from anymla.latent import absorb_q, project_v, split_kv_b
     from anymla.merge import apply_sinks, merge
     from anymla.models import MODELS, Model, model_named
-    from anymla.plans import (
-        DecodePlan,
-        PrefillPlan,
-        SparsePlan,
-        plan_decode,
-        plan_prefill,
-        plan_sparse_decode,
-    )
+    from anymla.planned import DecodePlan, IndexPlan, PrefillPlan, SparsePlan
+    from anymla.plans import plan_decode, plan_index_topk, plan_prefill, plan_sparse_decode
     from anymla.problem import Feature, Problem
 
 __version__ = "0.1.0.dev0"
@@ -35,14 +29,8 @@ _HOMES = {
     "anymla.latent": ("absorb_q", "project_v", "split_kv_b"),
     "anymla.merge": ("apply_sinks", "merge"),
     "anymla.models": ("MODELS", "Model", "model_named"),
-    "anymla.plans": (
-        "DecodePlan",
-        "PrefillPlan",
-        "SparsePlan",
-        "plan_decode",
-        "plan_prefill",
-        "plan_sparse_decode",
-    ),
+    "anymla.planned": ("DecodePlan", "IndexPlan", "PrefillPlan", "SparsePlan"),
+    "anymla.plans": ("plan_decode", "plan_index_topk", "plan_prefill", "plan_sparse_decode"),
     "anymla.problem": ("Feature", "Problem"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -56,6 +44,7 @@ __all__ = [
     "Batch",
     "DecodePlan",
     "Feature",
+    "IndexPlan",
     "InvalidInput",
     "KVCache",
     "Machine",
@@ -77,6 +66,7 @@ __all__ = [
     "model_named",
     "open_cache",
     "plan_decode",
+    "plan_index_topk",
     "plan_prefill",
     "plan_sparse_decode",
     "prefill",

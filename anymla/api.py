@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from anymla import contract, plans, select
+from anymla import contract, planned, plans, select
 from anymla.contract import AttentionOutput
 from anymla.errors import Reasons
 from anymla.hardware.probe import Machine
@@ -240,7 +240,7 @@ def prefill(
     reasons.need(len(missing) in (0, 3), "context", ", ".join(n for n in given if n not in missing), needs)
     cache = None
     if sized and kv_cache is not None:
-        cache = plans.opened(reasons, kv_cache, kv_c.shape[-1], k_pe.shape[-1], kv_format, k_scale, check)
+        cache = planned.opened(reasons, kv_cache, kv_c.shape[-1], k_pe.shape[-1], kv_format, k_scale, check)
     reasons.raise_if_any()
     batch = contract.check_batch(
         reasons,
@@ -323,7 +323,7 @@ def write_cache(
     ) and contract.check_tensor(
         reasons, "k_pe", k_pe, (kv_c.shape[0], None), (kv_c.dtype,), kv_c.device, "S from kv_c"
     ):
-        cache = plans.opened(reasons, kv_cache, kv_c.shape[-1], k_pe.shape[-1], kv_format, k_scale, check)
+        cache = planned.opened(reasons, kv_cache, kv_c.shape[-1], k_pe.shape[-1], kv_format, k_scale, check)
         if cache is not None:
             device = cache.device
             reasons.need(
@@ -334,7 +334,7 @@ def write_cache(
     assert cache is not None
     problem = _facts("write_cache", kv_c, cache, num_heads=1)
     choice = select.choose(problem, plans.machine_of(kv_c.device), backend)
-    plans.module_of(choice).write_cache(contract.WriteArgs(kv_c, k_pe, cache, slot_mapping, power_of_two))
+    planned.module_of(choice).write_cache(contract.WriteArgs(kv_c, k_pe, cache, slot_mapping, power_of_two))
 
 
 def index_topk(
@@ -382,42 +382,26 @@ def index_topk(
     reasons.need(isinstance(topk, int) and topk > 0, "topk", topk, "at least 1")
     cache = batch = None
     if contract.check_tensor(reasons, "q", q, (None, None, None), contract.INDEX_Q_DTYPES):
-        tokens, heads, width = q.shape
-        contract.check_tensor(
-            reasons, "weights", weights, (tokens, heads), (torch.float32,), q.device, "T, H from q"
+        cache = planned.opened(reasons, index_cache, q.shape[-1], 0, kv_format, None, check)
+    if cache is not None:
+        contract.check_index_queries(reasons, q, weights, cache, None, None)
+        batch = contract.check_batch(
+            reasons,
+            block_table=block_table,
+            seq_lens=seq_lens,
+            qo_indptr=qo_indptr,
+            block_size=cache.block_size,
+            num_blocks=cache.num_blocks,
+            causal=True,
+            num_tokens=q.shape[0],
+            max_q_len=None if qo_indptr is None or contract.on_host(qo_indptr) else q.shape[0],
+            check=check,
         )
-        reasons.need(heads > 0, "num_heads", heads, "at least 1")
-        cache = plans.opened(reasons, index_cache, width, 0, kv_format, None, check)
-        if cache is not None:
-            reasons.need(
-                cache.device == q.device, "index_cache", f"device {cache.device}", f"{q.device}, that of q"
-            )
-            batch = contract.check_batch(
-                reasons,
-                block_table=block_table,
-                seq_lens=seq_lens,
-                qo_indptr=qo_indptr,
-                block_size=cache.block_size,
-                num_blocks=cache.num_blocks,
-                causal=True,
-                num_tokens=tokens,
-                max_q_len=None if qo_indptr is None or contract.on_host(qo_indptr) else tokens,
-                check=check,
-            )
-        if out is not None:
-            contract.check_tensor(
-                reasons, "out", out, (tokens, topk), (torch.int32,), q.device, "T from q, topk"
-            )
     reasons.raise_if_any()
     assert cache is not None and batch is not None
     facts = _facts("index_topk", q, cache, num_heads=q.shape[1])
     problem = replace(facts, topk=topk, q_len=batch.max_q_len, features=plans.features(batch))
-    choice = select.choose(problem, plans.machine_of(q.device), backend)
-    module = plans.module_of(choice)
-    state = module.plan_index_topk(batch, problem, choice.machine, choice.knobs)
-    out = torch.empty((q.shape[0], topk), dtype=torch.int32, device=q.device) if out is None else out
-    module.index_topk(contract.IndexArgs(q, weights, cache, topk, out), state)
-    return out
+    return plans.index_plan(batch, problem, backend).run(q, weights, cache, out=out)
 
 
 def explain(problem: Problem, machine: Machine | None = None) -> tuple[select.Verdict, ...]:
@@ -446,7 +430,7 @@ def _cache_of(
     sized &= contract.check_tensor(reasons, "q_pe", q_pe, (None, None, None), contract.Q_DTYPES)
     if not sized:
         return None
-    return plans.opened(reasons, kv_cache, ql_nope.shape[-1], q_pe.shape[-1], kv_format, k_scale, check)
+    return planned.opened(reasons, kv_cache, ql_nope.shape[-1], q_pe.shape[-1], kv_format, k_scale, check)
 
 
 def _facts(op: str, like: Tensor, cache: KVCache, *, num_heads: int) -> Problem:

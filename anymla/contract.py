@@ -269,10 +269,16 @@ def check_sinks(reasons: Reasons, sinks: Tensor | None, num_heads: int, device: 
         reasons.need(sinks.stride(0) == 1, "sinks", f"stride {sinks.stride(0)}", "contiguous memory")
 
 
-def check_output(reasons: Reasons, name: str, tensor: Tensor, shape: Sequence[int], like: Tensor) -> None:
+def check_output(
+    reasons: Reasons,
+    name: str,
+    tensor: Tensor,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
     """Note an output tensor that cannot be written in place."""
-    dtype = torch.float32 if name == "lse" else like.dtype
-    if check_tensor(reasons, name, tensor, shape, (dtype,), like.device, "from the queries"):
+    if check_tensor(reasons, name, tensor, shape, (dtype,), device, "from the queries"):
         own = all(n <= 1 or s > 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         reasons.need(own, name, f"strides {tensor.stride()}", "memory of its own for every element")
 
@@ -428,6 +434,28 @@ def check_queries(
         f"{ql_nope.device}, that of the queries",
     )
     check_sinks(reasons, sinks, heads, ql_nope.device)
+    return right
+
+
+def check_index_queries(
+    reasons: Reasons,
+    q: Tensor,
+    weights: Tensor,
+    cache: KVCache,
+    num_tokens: int | None,
+    num_heads: int | None,
+) -> bool:
+    """Note what is wrong with index queries for these keys; True if their shapes can be used further."""
+    shape, origin = (num_tokens, num_heads, cache.kv_lora_rank), "T from qo_indptr, D from the index cache"
+    if not check_tensor(reasons, "q", q, shape, INDEX_Q_DTYPES, origin=origin):
+        return False
+    tokens, heads = q.shape[:2]
+    reasons.need(heads > 0, "num_heads", heads, "at least 1")
+    origin = "T, H from q"
+    right = check_tensor(reasons, "weights", weights, (tokens, heads), (torch.float32,), q.device, origin)
+    reasons.need(
+        cache.device == q.device, "index_cache", f"device {cache.device}", f"{q.device}, that of the queries"
+    )
     return right
 
 

@@ -15,7 +15,7 @@ WORDS = {"errors", "rules", "problem", "models"}
 CONTRACT = {"kv_formats", "kv_cache", "contract"}
 MATHS = {"latent", "merge", "heads", "indices"}
 CHOICE = {"backends", "select"}
-LIBRARY = WORDS | CONTRACT | MATHS | CHOICE | {"hardware", "plans", "api", "ops", "distributed"}
+LIBRARY = WORDS | CONTRACT | MATHS | CHOICE | {"hardware", "planned", "plans", "api", "ops", "distributed"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -37,10 +37,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backends": {"problem", "rules"},
     "select": {"errors", "problem", "rules", "backends", "hardware"},
     "backends.*": {"errors", "problem", "hardware"} | CONTRACT | MATHS,
-    "plans": WORDS | CONTRACT | {"select", "hardware"},
-    "api": WORDS | CONTRACT | {"select", "hardware", "plans"},
+    "planned": WORDS | CONTRACT | {"select"},
+    "plans": WORDS | CONTRACT | {"select", "hardware", "planned"},
+    "api": WORDS | CONTRACT | {"select", "hardware", "planned", "plans"},
     "ops": {"api"},
-    "distributed": WORDS | CONTRACT | MATHS | {"plans", "api"},
+    "distributed": WORDS | CONTRACT | MATHS | {"planned", "plans", "api"},
     "integrations": LIBRARY,
     "verification": LIBRARY | {"reference", "fp8"},
     "benchmarking": LIBRARY | {"reference", "fp8", "verification"},

@@ -5,14 +5,14 @@ import platform
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import anymla
-from anymla import api, plans, select
+from anymla import api, plans
 from anymla.benchmarking.inputs import drawn_inputs
 from anymla.benchmarking.sample import Verified, verified
 from anymla.benchmarking.timing import (
@@ -28,6 +28,7 @@ from anymla.contract import Batch, IndexArgs
 from anymla.hardware.arches import ARCHES
 from anymla.hardware.probe import this_machine
 from anymla.indices import to_slots
+from anymla.planned import module_of
 from anymla.problem import Feature
 from anymla.verification.batches import spans
 from anymla.verification.inputs import Inputs
@@ -181,7 +182,7 @@ def planning_times(ready: Planned, device: torch.device, repeats: int) -> dict[s
     """Microseconds that a new step takes before its first layer: on the host, and on the device beside it.
 
     Args:
-        ready: A decode.
+        ready: A decode or an indexer.
         device: Where it runs.
         repeats: Of each.
 
@@ -214,23 +215,20 @@ def planned(call: Inputs, workload: Workload, backend: str) -> Planned:
         backend: A name in BACKENDS, or "auto".
 
     Returns:
-        What runs it. The indexer and the cache write have no plan: they are planned and run every time.
+        What runs it. The cache write has no plan: it is planned and run every time.
 
     Raises:
         NoBackend: nothing, or not the named backend, takes the call.
     """
     p, options, like = workload.problem, call.options, call.tensors[0]
-    if workload.part:
-        return _part_of_index(call, workload, backend)
     if workload.index is not None:
         return _with_index(call, workload, backend)
-    if p.op in ("index_topk", "write_cache"):
+    if p.op == "write_cache":
         chosen = anymla.explain(p, this_machine(like.device)) if backend == "auto" else ()
         name = next((v.backend.name for v in chosen if v.accepted), backend)
-        if p.op == "write_cache":
-            return Planned(name, lambda: api.write_cache(*call.tensors, backend=backend))
-        ids = torch.empty(call.shape, dtype=torch.int32, device=like.device)
-        return Planned(name, lambda: api.index_topk(*call.tensors, **options, out=ids, backend=backend))
+        return Planned(name, lambda: api.write_cache(*call.tensors, backend=backend))
+    if p.op == "index_topk":
+        return _indexer(call, workload, backend)
     has_lse = Feature.LSE in p.features
     facts: dict[str, Any] = {
         "num_heads": p.num_heads,
@@ -264,36 +262,28 @@ def planned(call: Inputs, workload: Workload, backend: str) -> Planned:
     return Planned(prefill.backend, lambda: prefill.run(*call.tensors, **step), prefill)
 
 
-def _part_of_index(call: Inputs, workload: Workload, backend: str) -> Planned:
-    """All of the indexer to be verified, a part of it to be timed."""
-    (q, weights, cache), options, p = call.tensors, call.options, workload.problem
-    batch = Batch.of(
-        seq_lens=options["seq_lens"],
-        block_table=options["block_table"],
-        qo_indptr=options["qo_indptr"],
-        block_size=p.block_size,
-        num_tokens=call.num_rows,
-        max_q_len=p.q_len,
-        max_seq_len=max(workload.lens),
+def _indexer(call: Inputs, workload: Workload, backend: str) -> Planned:
+    """All of the indexer to be verified, and all or a part of it to be timed."""
+    (q, weights, cache), p, describe = call.tensors, workload.problem, _describer(call, workload)
+    plan = plans.plan_index_topk(
+        describe(True),
+        topk=p.topk,
+        index_heads=p.num_heads,
+        index_head_dim=p.kv_lora_rank,
+        q_dtype=q.dtype,
+        kv_format=p.kv_format,
+        backend=backend,
     )
-    choice = select.choose(p, this_machine(q.device), backend)
-    module = plans.module_of(choice)
-    state = module.plan_index_topk(batch, p, choice.machine, choice.knobs)
     ids = torch.empty(call.shape, dtype=torch.int32, device=q.device)
-    args = IndexArgs(q, weights, cache, p.topk, ids)
-
-    def run() -> torch.Tensor:
-        module.index_topk(args, state)
-        return ids
-
+    args, module, timed = IndexArgs(q, weights, cache, p.topk, ids), module_of(plan.choice), None
     if workload.part == "torch.topk":
-        logits = state.logits[: call.num_rows, : max(workload.lens)]
+        logits = plan.state.logits[: call.num_rows, : max(workload.lens)]
         found = torch.topk(logits, p.topk)
-        timed: Callable[[], Any] = lambda: torch.topk(logits, p.topk, out=found)  # noqa: E731
-    else:
+        timed = partial(torch.topk, logits, p.topk, out=found)
+    elif workload.part:
         part = {"logits": module.index_scores, "choice": module.index_choice}[workload.part]
-        timed = lambda: part(args, state)  # noqa: E731
-    return Planned(choice.backend.name, run, timed=timed)
+        timed = partial(part, args, plan.state)
+    return Planned(plan.backend, lambda: plan.run(q, weights, cache, out=ids), plan, describe, timed)
 
 
 def _with_index(call: Inputs, workload: Workload, backend: str) -> Planned:
@@ -303,11 +293,10 @@ def _with_index(call: Inputs, workload: Workload, backend: str) -> Planned:
     asked = drawn_inputs(workload.index, like.device)
     table, indptr, slots = options["block_table"], asked.options["qo_indptr"], options["indices"]
     attend = planned(call, replace(workload, index=None), backend)
-    ids = torch.empty(asked.shape, dtype=torch.int32, device=like.device)
+    choose = planned(asked, workload.index, backend)
 
     def run() -> Any:
-        api.index_topk(*asked.tensors, **asked.options, out=ids, backend=backend)
-        slots.copy_(to_slots(ids, table, indptr, p.block_size))
+        slots.copy_(to_slots(choose.run(), table, indptr, p.block_size))
         return attend.run()
 
     return replace(attend, run=run)
@@ -342,12 +331,12 @@ def cpu_model() -> str:
 def _describer(call: Inputs, workload: Workload) -> Callable[[bool], Batch]:
     """What describes the step of a call, from the integers that a server has or from bounds."""
     options, p = call.options, workload.problem
-    cached = p.op == "decode" or "cache" in options
+    cached = p.op != "prefill" or "cache" in options
     rows = [len(span) for span in spans(call)]
     ends = [0]
     for count in rows:
         ends.append(ends[-1] + count)
-    new = 0 if p.op == "decode" else p.q_len
+    new = p.q_len if p.op == "prefill" else 0
     lens = [n + new for n in workload.lens]
     longest = max(lens)
     seq_lens = options["seq_lens"] if cached else options["qo_indptr"].diff()
@@ -356,13 +345,13 @@ def _describer(call: Inputs, workload: Workload) -> Callable[[bool], Batch]:
         block_table=options.get("block_table"),
         qo_indptr=options["qo_indptr"],
         block_size=p.block_size if cached else 1,
-        causal=options["causal"],
+        causal=options.get("causal", True),
         num_tokens=call.num_rows,
         max_q_len=p.q_len,
         max_seq_len=longest,
         seq_lens_host=lens if known else None,
         qo_indptr_host=ends if known else None,
-        new_tokens_are_cached=p.op == "decode",
+        new_tokens_are_cached=p.op != "prefill",
     )
 
 

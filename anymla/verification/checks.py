@@ -10,6 +10,7 @@ from anymla import api, plans, reference, select
 from anymla.contract import AttentionOutput, Batch
 from anymla.errors import NoBackend
 from anymla.hardware.probe import Machine
+from anymla.planned import DecodePlan, Plan, PrefillPlan, SparsePlan
 from anymla.problem import Feature, Problem
 from anymla.verification import eager
 from anymla.verification.batches import num_sequences, take
@@ -62,7 +63,7 @@ def outputs_of(call: Inputs, return_lse: bool, views: bool = False) -> dict[str,
     return {"return_lse": return_lse, "out": _outputs(call.shape, like.dtype, like.device, views), "lse": lse}
 
 
-def planned(call: Inputs, problem: Problem, backend: str, **bounds: int) -> plans.Plan:
+def planned(call: Inputs, problem: Problem, backend: str, **bounds: int) -> Plan:
     """The plan of an attention call.
 
     Args:
@@ -112,15 +113,15 @@ def batch_of(call: Inputs, problem: Problem, **bounds: int) -> Batch:
     )
 
 
-def run_planned(call: Inputs, plan: plans.Plan, **outputs: Any) -> AttentionOutput:
+def run_planned(call: Inputs, plan: Plan, **outputs: Any) -> AttentionOutput:
     """Run an attention call by its plan; `outputs` are those of `outputs_of`, or return_lse alone."""
     options = call.options
     step: dict[str, Any] = {"sm_scale": options["sm_scale"], "sinks": options["sinks"], **outputs}
-    if isinstance(plan, plans.SparsePlan):
+    if isinstance(plan, SparsePlan):
         return plan.run(*call.tensors, indices=options["indices"], counts=options["counts"], **step)
-    if isinstance(plan, plans.PrefillPlan):
+    if isinstance(plan, PrefillPlan):
         return plan.run(*call.tensors, kv_cache=options.get("cache"), **step)
-    assert isinstance(plan, plans.DecodePlan)
+    assert isinstance(plan, DecodePlan)
     return plan.run(*call.tensors, **step)
 
 

@@ -33,11 +33,12 @@ NOT_SEEN = torch.iinfo(torch.int64).min
 """Below every rank."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class IndexState:
     """A planned top-k.
 
     Attributes:
+        batch: The step.
         call: AITER's function.
         lanes: H, padded.
         by_head: Whether it leaves the sum over heads to us.
@@ -98,6 +99,14 @@ def plan_index_topk(batch: Batch, problem: Problem, machine: Machine, knobs: Map
         optional=optional,
         knobs=knobs,
     )
+
+
+def update_index_topk(state: IndexState, batch: Batch) -> None:
+    """Take another step into the same buffers."""
+    sequences, visible = keys_seen(batch)
+    state.sequences.copy_(sequences)
+    state.visible.copy_(visible)
+    state.batch = batch
 
 
 def index_topk(args: IndexArgs, state: IndexState) -> None:

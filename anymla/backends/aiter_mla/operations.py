@@ -8,7 +8,7 @@ from anymla.backends.aiter_mla.decode import (
     sparse_decode,
     update_decode,
 )
-from anymla.backends.aiter_mla.index import index_topk, plan_index_topk
+from anymla.backends.aiter_mla.index import index_topk, plan_index_topk, update_index_topk
 from anymla.backends.aiter_mla.prefill import plan_prefill, prefill
 
 __all__ = [
@@ -21,5 +21,6 @@ __all__ = [
     "prefill",
     "sparse_decode",
     "update_decode",
+    "update_index_topk",
     "write_cache",
 ]

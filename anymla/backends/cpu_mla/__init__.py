@@ -7,7 +7,7 @@ row comes out bitwise the same alone and in a batch, and no temporary grows with
 from anymla.backends.cpu_mla.dense import decode, plan_decode, update_decode
 from anymla.backends.cpu_mla.expanded import plan_prefill, prefill
 from anymla.backends.cpu_mla.sparse import plan_sparse_decode, sparse_decode
-from anymla.backends.cpu_mla.topk import index_topk, plan_index_topk
+from anymla.backends.cpu_mla.topk import index_topk, plan_index_topk, update_index_topk
 from anymla.contract import WriteArgs
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "prefill",
     "sparse_decode",
     "update_decode",
+    "update_index_topk",
     "write_cache",
 ]
 

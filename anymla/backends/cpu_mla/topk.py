@@ -83,6 +83,11 @@ def plan_index_topk(batch: Batch, problem: Problem, machine: Machine, knobs: Map
     )
 
 
+def update_index_topk(state: IndexState, batch: Batch) -> None:
+    """Take the lengths of another step within the planned bounds; no buffer moves."""
+    state.batch = batch
+
+
 def index_topk(args: IndexArgs, state: IndexState) -> None:
     """Fill args.indices: larger logits first, of equal ones the earlier token, NaN below -inf, then -1.
 

@@ -9,7 +9,13 @@ from anymla.backends.triton_mla.decode import (
     update_decode,
     workspace_bytes,
 )
-from anymla.backends.triton_mla.index_topk import index_choice, index_scores, index_topk, plan_index_topk
+from anymla.backends.triton_mla.index_topk import (
+    index_choice,
+    index_scores,
+    index_topk,
+    plan_index_topk,
+    update_index_topk,
+)
 from anymla.backends.triton_mla.prefill import plan_prefill, prefill, prefill_workspace_bytes
 
 __all__ = [
@@ -25,6 +31,7 @@ __all__ = [
     "prefill_workspace_bytes",
     "sparse_decode",
     "update_decode",
+    "update_index_topk",
     "workspace_bytes",
     "write_cache",
 ]

@@ -92,8 +92,8 @@ def plan_index_topk(batch: Batch, problem: Problem, machine: Machine, knobs: Map
         # As many pieces as keep the chip busy, each of which leaves at most a quarter.
         pieces = min((machine.multiprocessors or 1) // at_once, widths[-1] // (4 * room))
         widths.append(max(1, pieces) * room)
-    sequences, visible = _rows(batch)
-    return IndexState(
+    sequences, visible = torch.empty((2, batch.num_tokens), dtype=torch.int32, device=device).unbind()
+    state = IndexState(
         problem=problem,
         batch=batch,
         arch=machine.arch,
@@ -107,6 +107,22 @@ def plan_index_topk(batch: Batch, problem: Problem, machine: Machine, knobs: Map
         logits=torch.empty((at_once, width), dtype=torch.float32, device=device),
         ids=tuple(torch.empty((at_once, n), dtype=torch.int32, device=device) for n in widths[1:]),
         room=room,
+    )
+    update_index_topk(state, batch)
+    return state
+
+
+def update_index_topk(state: IndexState, batch: Batch) -> None:
+    """Work out anew, where the lengths are, the sequence of each row and the keys that it sees."""
+    state.batch = batch
+    index_rows_kernel[(batch.num_seqs + 1,)](
+        batch.seq_lens,
+        batch.qo_indptr,
+        state.sequences,
+        state.visible,
+        batch.num_tokens,
+        batch.num_seqs,
+        BLOCK=128,
     )
 
 
@@ -139,17 +155,6 @@ def _parts(state: IndexState) -> Iterator[tuple[int, int]]:
     at_once, num_tokens = state.logits.shape[0], state.batch.num_tokens
     for first in range(0, num_tokens, at_once):
         yield first, min(first + at_once, num_tokens)
-
-
-def _rows(batch: Batch) -> tuple[Tensor, Tensor]:
-    """The sequence of each row and the keys that it sees, worked out where the lengths are."""
-    sequences, visible = torch.empty(
-        (2, batch.num_tokens), dtype=torch.int32, device=batch.seq_lens.device
-    ).unbind()
-    index_rows_kernel[(batch.num_seqs + 1,)](
-        batch.seq_lens, batch.qo_indptr, sequences, visible, batch.num_tokens, batch.num_seqs, BLOCK=128
-    )
-    return sequences, visible
 
 
 def _logits(args: IndexArgs, state: IndexState, first: int, last: int) -> None:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anymla import indices, select
+from anymla import indices
 from anymla.api import write_cache
-from anymla.contract import Batch, IndexArgs
+from anymla.contract import Batch
 from anymla.errors import InvalidInput
 from anymla.integrations.transformers import steps
 from anymla.integrations.transformers.cache import PagedLatentLayer
@@ -21,7 +21,8 @@ from anymla.integrations.transformers.families import LatentSite
 from anymla.integrations.transformers.pages import PagePool
 from anymla.kv_cache import KVCache
 from anymla.kv_formats import KV_FORMATS
-from anymla.plans import machine_of, module_of
+from anymla.planned import IndexPlan
+from anymla.plans import index_plan
 from anymla.problem import Feature, Problem, canonical_name
 
 
@@ -209,19 +210,15 @@ class _Pages:
         if key not in plans:
             problem = problem_of(self.site, topk, q_len=batch.max_q_len)
             backend = settings.backend_of("index_topk", store.format.name)
-            choice = select.choose(problem, machine_of(queries.device), backend)
-            module = module_of(choice)
-            plans[key] = module, module.plan_index_topk(batch, problem, choice.machine, choice.knobs)
-        module, state = plans[key]
+            plans[key] = index_plan(batch, problem, backend)
+        plan: IndexPlan = plans[key]
         # The model makes queries fp32 only to score with them.
         queries, weights = queries.to(self.site.weight.dtype), weights.float()
         if store.format.value_dtype.itemsize == 1:
             queries, weights = indices.quantise_queries(
                 queries, weights, kv_format=store.format.name, power_of_two=settings.index_power_of_two
             )
-        chosen = torch.empty((queries.shape[0], topk), dtype=torch.int32, device=queries.device)
-        module.index_topk(IndexArgs(queries, weights.contiguous(), store, topk, chosen), state)
-        return chosen
+        return plan.run(queries, weights, store)
 
 
 def problem_of(site: LatentSite, topk: int, q_len: int = 1) -> Problem:

@@ -14,14 +14,8 @@ from anymla.integrations.transformers.cache import PagedLatentLayer
 from anymla.integrations.transformers.families import Site
 from anymla.integrations.transformers.pages import PagePool
 from anymla.kv_cache import KVCache
-from anymla.plans import (
-    DecodePlan,
-    PrefillPlan,
-    SparsePlan,
-    plan_decode,
-    plan_prefill,
-    plan_sparse_decode,
-)
+from anymla.planned import DecodePlan, PrefillPlan, SparsePlan
+from anymla.plans import plan_decode, plan_prefill, plan_sparse_decode
 from anymla.problem import canonical_name
 
 _MASK_ROWS = 1024

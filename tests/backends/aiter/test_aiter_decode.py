@@ -12,7 +12,8 @@ from anymla import reference
 from anymla.backends.aiter_mla import decode, operands, pages
 from anymla.contract import AttentionOutput, Batch
 from anymla.errors import BackendError, InvalidInput
-from anymla.plans import DecodePlan, decode_plan
+from anymla.planned import DecodePlan
+from anymla.plans import decode_plan
 from anymla.verification import eager
 from anymla.verification.judge import judge
 

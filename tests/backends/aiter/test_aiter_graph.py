@@ -18,7 +18,8 @@ from anymla.backends.aiter_mla import decode, index, operations, prefill
 from anymla.contract import AttentionOutput, Batch, DecodeArgs, IndexArgs, PrefillArgs, SparseArgs
 from anymla.errors import InvalidInput
 from anymla.hardware.probe import Machine
-from anymla.plans import DecodePlan, decode_plan, features, sparse_plan
+from anymla.planned import DecodePlan
+from anymla.plans import decode_plan, features, sparse_plan
 from anymla.problem import Feature, Problem
 from anymla.verification import eager
 from anymla.verification.judge import judge

@@ -21,7 +21,8 @@ from anymla.contract import AttentionOutput, Batch
 from anymla.errors import InvalidInput, NoBackend
 from anymla.hardware.probe import Machine, machine_named
 from anymla.kv_cache import KVCache
-from anymla.plans import PrefillPlan, features, plan_prefill, prefill_plan
+from anymla.planned import PrefillPlan
+from anymla.plans import features, plan_prefill, prefill_plan
 from anymla.problem import Feature, Problem
 from anymla.verification.judge import judge
 
