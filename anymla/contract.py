@@ -206,13 +206,18 @@ class WriteArgs:
 
 @dataclass(frozen=True)
 class IndexArgs:
-    """A checked top-k over paged index keys. The backend fills `indices` [T, K]."""
+    """A checked top-k over paged index keys.
+
+    The backend fills `indices` [T, K] with tokens of the row's sequence, or with their slots in the pages of
+    the block table if `as_slots`.
+    """
 
     q: Tensor
     weights: Tensor
     cache: KVCache
     topk: int
     indices: Tensor
+    as_slots: bool = False
 
 
 def on_host(*tensors: Tensor | None) -> bool:

@@ -76,9 +76,9 @@ def attend_shared_bytes(row: Launch, arch: str, latent: int, rope: int, element_
         passing = max(row.block_m, row.block_n) * min(row.chunk, latent) * (2 if row.swap else 1)
         return element_bytes * max((row.num_stages - 1) * block + weights, passing)
     if row.kernel == "attend_bytes":
-        # Queries, sums of every row and what is written of them at a time; keys as bytes; barriers beside.
+        # Queries, sums of every row and what is written of them at a time, weights; keys as bytes; barriers.
         keys = row.num_stages * row.block_n * (latent + max(rope, 32))
-        return 2 * row.block_m * (3 * latent + max(rope, 32)) + keys + 4 * row.block_m * 128 + 512
+        return 2 * row.block_m * (3 * latent + max(rope, 32) + 2 * 128 + 2 * row.block_n) + keys + 512
     if row.kernel == "attend_wgmma":
         # Weights take the room of RoPE parts as large; maxima, sums and barriers beside.
         weights = 0 if rope == row.block_n else 2 * weights

@@ -18,6 +18,7 @@ from anymla.backends.aiter_mla.provider import aiter_of
 from anymla.contract import Batch, IndexArgs
 from anymla.errors import Reasons
 from anymla.hardware.probe import Machine
+from anymla.indices import to_slots
 from anymla.problem import Problem
 
 LOGITS_BYTES = 128 << 20
@@ -125,6 +126,9 @@ def index_topk(args: IndexArgs, state: IndexState) -> None:
         rows = slice(first, min(first + at_once, tokens))
         logits = _logits(args, state, pages, rows)
         write_largest(logits, state.visible[rows], args.indices[rows])
+    if args.as_slots:
+        table, indptr = state.batch.block_table, state.batch.qo_indptr
+        args.indices.copy_(to_slots(args.indices, table, indptr, args.cache.block_size))
 
 
 def write_largest(logits: Tensor, visible: Tensor, chosen: Tensor) -> None:

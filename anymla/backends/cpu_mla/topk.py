@@ -9,6 +9,7 @@ from torch import Tensor
 from anymla.backends.cpu_mla.tiles import TILE, KeyTiles
 from anymla.contract import Batch, IndexArgs
 from anymla.hardware.probe import Machine
+from anymla.indices import to_slots
 from anymla.problem import Problem
 
 ROWS = 512
@@ -107,6 +108,9 @@ def index_topk(args: IndexArgs, state: IndexState) -> None:
             _rank(args, state, batch.block_table[sequence], first, last, visible + last - first - 1)
             for token in range(first, last):
                 _choose(args.indices[token], state, token - first, visible + token - first)
+    if args.as_slots:
+        table, indptr = batch.block_table, batch.qo_indptr
+        args.indices.copy_(to_slots(args.indices, table, indptr, args.cache.block_size))
 
 
 def _rank(args: IndexArgs, state: IndexState, pages: Tensor, first: int, last: int, num_keys: int) -> None:

@@ -86,22 +86,28 @@ def choose_kernel(
     logits,
     visible,
     ids,
+    sequences,
+    block_table,
     chosen,
     num_ids,
     topk,
     stride_logits,
     stride_one,
     stride_ids,
+    stride_table,
+    stride_table_col,
     stride_chosen,
     stride_place,
     TOPK_PADDED: tl.constexpr,
     PIECE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     HAS_IDS: tl.constexpr,
+    AS_SLOTS: tl.constexpr,
 ):
     """Grid: rows. The `topk` largest of a row, of equal ones the earlier, in any order.
 
-    A row is at most PIECE logits [visible], or those that `ids` [num_ids] names, where -1 names none. Its ids
-    come out in `topk` places of `chosen`, -1 after the last.
+    A row is at most PIECE logits [visible], or those that `ids` [num_ids] names, where -1 names none. Ids,
+    or AS_SLOTS of the pages of its sequence, come out in `topk` places of `chosen`, -1 after the last.
     """
     row = tl.program_id(0).to(tl.int64)
     end = num_ids if HAS_IDS else tl.load(visible + row)
@@ -120,6 +126,11 @@ def choose_kernel(
     if equal > lacking:
         earliest = _threshold(earliness, equal, lacking, 0)
     is_chosen = is_above | (is_equal & (earliness >= earliest))
+    if AS_SLOTS:
+        pages = block_table + tl.load(sequences + row).to(tl.int64) * stride_table
+        page = tl.load(pages + token // BLOCK_SIZE * stride_table_col, mask=is_chosen, other=-1)
+        slot = page.to(tl.int64) * BLOCK_SIZE + token % BLOCK_SIZE
+        token = tl.where((slot >= 0) & (slot <= HIGHEST), slot, -1).to(tl.int32)
     target = chosen + row * stride_chosen
     tl.store(target + _places(is_chosen.to(tl.int32)) * stride_place, token, mask=is_chosen)
     rest = tl.arange(0, TOPK_PADDED)

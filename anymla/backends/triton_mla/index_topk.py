@@ -127,7 +127,7 @@ def update_index_topk(state: IndexState, batch: Batch) -> None:
 
 
 def index_topk(args: IndexArgs, state: IndexState) -> None:
-    """Write the chosen tokens of every row, in any order, into args.indices; -1 after the last.
+    """Write the chosen tokens of every row, or their slots, into args.indices, in any order; -1 follows.
 
     Args:
         args: Checked tensors.
@@ -250,14 +250,19 @@ def _choose(args: IndexArgs, state: IndexState, first: int, last: int) -> None:
         state.logits,
         visible,
         given,
+        state.sequences[first:],
+        state.batch.block_table,
         chosen,
         count,
         topk,
         *state.logits.stride(),
         0 if given is None else given.stride(0),
+        *state.batch.block_table.stride(),
         *chosen.stride(),
         TOPK_PADDED=triton.next_power_of_2(topk),
         PIECE=choice.block_n,
+        BLOCK_SIZE=args.cache.block_size if args.as_slots else 1,
+        AS_SLOTS=args.as_slots,
         HAS_IDS=given is not None,
         num_warps=choice.num_warps,
         num_stages=choice.num_stages,

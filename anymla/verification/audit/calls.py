@@ -221,6 +221,7 @@ def calls(machine: Machine) -> Iterator[Call]:
         many = replace(index, num_heads=heads, q_len=q_len)
         yield Call(replace(many, kv_format=keys, q_dtype=fp8))
         yield Call(replace(many, kv_format=keys, topk=128))
+    yield Call(replace(index, num_heads=64, kv_format=keys, topk=2 * TOPK))
     for kv_format in ("index_k", "index_k_fnuz", "bf16"):
         for q_dtype in ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz"):
             yield Call(replace(index, num_heads=64, kv_format=kv_format, q_dtype=q_dtype))

@@ -105,13 +105,18 @@ def index_state(
 
 
 def run_index(
-    call: Inputs, arch: str = "gfx90a", *, lengths_on_host: bool = True, state: Any = None
+    call: Inputs,
+    arch: str = "gfx90a",
+    *,
+    lengths_on_host: bool = True,
+    state: Any = None,
+    as_slots: bool = False,
 ) -> Tensor:
     """Plan, unless that is done, and run an index call, into a view full of -7."""
     state = index_state(call, arch, lengths_on_host=lengths_on_host) if state is None else state
     topk = call.options["topk"]
     out = torch.full((call.num_rows, 2 * topk), -7, dtype=torch.int32)[:, ::2]
-    triton_mla.index_topk(IndexArgs(*call.tensors, topk, out), state)
+    triton_mla.index_topk(IndexArgs(*call.tensors, topk, out, as_slots), state)
     return out
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_calls import index_state, machine, run_index
 
-from anymla import quantise_queries, reference
+from anymla import quantise_queries, reference, to_slots
 from anymla.backends import triton_mla
 from anymla.contract import Batch, IndexArgs, WriteArgs
 from anymla.hardware import launch
@@ -41,6 +41,14 @@ def test_the_chosen_tokens_are_right(number):
     )
     arch = ("gfx90a", "sm90", "gfx950")[number % 3]
     judge_ids(call, run_index(call, arch, lengths_on_host=number % 2 == 0)).require_pass()
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 64])
+@pytest.mark.parametrize("q_lens", [Q_LENS, None], ids=["ragged", "one each"])
+def test_slots_are_those_of_the_chosen_tokens(block_size, q_lens):
+    call = index_inputs(4, 64, LENS, q_lens, 40, block_size=block_size, views=True)
+    ids, table, indptr = run_index(call), call.options["block_table"], call.options["qo_indptr"]
+    assert torch.equal(run_index(call, as_slots=True), to_slots(ids, table, indptr, block_size))
 
 
 # The interpreter has no type for e4m3fnuz: its products are left to the emulator.
