@@ -240,20 +240,70 @@ def test_skipped_slots_may_repeat() -> None:
         ({"weights": torch.zeros(2, 2)}, r"weights got shape \(2, 2\); needs \(2, 3\)"),
         ({"weights": torch.zeros(2, 3, dtype=torch.bfloat16)}, "weights got dtype bfloat16; needs float32"),
         ({"out": torch.zeros(2, 5, dtype=torch.int32)}, r"out got shape \(2, 5\); needs \(2, 4\)"),
+        ({"out": ints(0).expand(2, 4)}, r"out got strides \(0, 0\); needs memory of its own"),
+        (
+            {"q": torch.zeros(2, 0, 8), "weights": torch.zeros(2, 1), "seq_lens": ints(9, 3)},
+            r"num_heads got 0; .*weights got shape \(2, 1\); .*seq_lens got 9 at 0; needs 0 to 8",
+        ),
     ],
-    ids=["topk", "weights shape", "weights dtype", "out shape"],
+    ids=["topk", "weights shape", "weights dtype", "out shape", "out of one element", "all at once"],
 )
 def test_a_wrong_top_k_is_refused_in_words(changes, words) -> None:
     call = {
-        "q": torch.zeros(2, 3, 8),
-        "weights": torch.zeros(2, 3),
-        "index_cache": torch.zeros(4, 4, 8),
+        **index_step(),
         "block_table": torch.tensor([[0, 1], [2, -7]], dtype=torch.int32),
         "seq_lens": ints(5, 3),
         "topk": 4,
     }
     with pytest.raises(InvalidInput, match=words):
         anymla.index_topk(**(call | changes))
+
+
+def index_step() -> dict[str, torch.Tensor]:
+    """Index queries of two tokens, with three heads of width 8, over pages of 4."""
+    return {"q": torch.zeros(2, 3, 8), "weights": torch.zeros(2, 3), "index_cache": torch.zeros(4, 4, 8)}
+
+
+def index_plan(**changes):
+    """A plan of two sequences, 5 and 3 tokens long, that may grow to 6."""
+    table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    batch = Batch.of(seq_lens=ints(5, 3), block_table=table, block_size=4, max_seq_len=6)
+    facts = {"topk": 4, "index_heads": 3, "index_head_dim": 8, "q_dtype": torch.float32, "kv_format": "fp32"}
+    return anymla.plan_index_topk(**({"batch": batch} | facts | changes))
+
+
+def test_an_indexer_that_cannot_be_planned_is_refused_with_every_reason() -> None:
+    wrong = {"topk": 0, "index_heads": 0, "index_head_dim": 0, "q_dtype": torch.float64, "kv_format": "fp7"}
+    batch = Batch.of(seq_lens=ints(5), block_table=ints(0, 1)[None], block_size=4, causal=False)
+    with pytest.raises(InvalidInput) as refusal:
+        index_plan(batch=batch, **wrong)
+    assert [reason.split(";")[0] for reason in refusal.value.reasons] == [
+        "topk got 0",
+        "causal got False",
+        "index_heads got 0",
+        "index_head_dim got 0",
+        "q_dtype got torch.float64",
+        "kv_format got 'fp7'",
+    ]
+
+
+def test_a_plan_of_an_indexer_refuses_what_it_was_not_made_for_and_writes_nothing() -> None:
+    plan, out = index_plan(), torch.full((2, 4), -7, dtype=torch.int32)
+    for changes, words in [
+        ({"q": torch.zeros(3, 3, 8)}, r"q got shape \(3, 3, 8\); needs \(2, 3, 8\)"),
+        ({"q": torch.zeros(2, 3, 8).bfloat16()}, "q got dtype bf16; needs fp32, as planned"),
+        ({"weights": torch.zeros(2, 4)}, r"weights got shape \(2, 4\); needs \(2, 3\), T, H from q"),
+        ({"index_cache": torch.zeros(4, 8, 8)}, "block_size got 8; needs 4, as planned"),
+        ({"index_cache": torch.zeros(4, 4, 9)}, r"needs \(pages, block_size, 8\)"),
+        ({"index_cache": torch.zeros(4, 4, 8).bfloat16()}, "got dtype bfloat16; needs float32 for fp32"),
+    ]:
+        with pytest.raises(InvalidInput, match=words):
+            plan.run(**(index_step() | changes), out=out)
+    with pytest.raises(InvalidInput, match=r"out got shape \(2, 3\); needs \(2, 4\)"):
+        plan.run(**index_step(), out=out[:, :3])
+    assert bool((out == -7).all())
+    assert plan.run(**index_step(), out=out) is out
+    assert out.tolist() == [[0, 1, 2, 3], [0, 1, 2, -1]]
 
 
 def test_a_plan_refuses_what_it_was_not_made_for() -> None:
@@ -277,11 +327,15 @@ def test_a_plan_refuses_what_it_was_not_made_for() -> None:
             plan.run(**(call | changes))
 
 
-def test_an_update_stays_within_the_plan() -> None:
+@pytest.mark.parametrize("op", ["decode", "index_topk"])
+def test_an_update_stays_within_the_plan(op: str) -> None:
     table = torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
     batch = Batch.of(seq_lens=ints(5, 3), block_table=table, block_size=4, max_seq_len=6)
-    plan = anymla.plan_decode(
-        batch, num_heads=3, kv_lora_rank=8, qk_rope_head_dim=4, q_dtype=torch.float32, kv_format="fp32"
+    widths = {"num_heads": 3, "kv_lora_rank": 8, "qk_rope_head_dim": 4}
+    plan = (
+        index_plan()
+        if op == "index_topk"
+        else anymla.plan_decode(batch, **widths, q_dtype=torch.float32, kv_format="fp32")
     )
     plan.update(Batch.of(seq_lens=ints(6, 1), block_table=table, block_size=4))
     with pytest.raises(InvalidInput, match="max_seq_len got 7; needs at most 6, as planned"):

@@ -71,6 +71,19 @@ def plan_of(case: Inputs, **bounds: int) -> anymla.DecodePlan:
     )
 
 
+def index_plan_of(case: Inputs, **bounds: int) -> anymla.IndexPlan:
+    """A plan for a generated choice of keys."""
+    q, _, cache = case.tensors
+    return anymla.plan_index_topk(
+        batch_of(case, **bounds),
+        topk=case.options["topk"],
+        index_heads=q.shape[1],
+        index_head_dim=q.shape[2],
+        q_dtype=q.dtype,
+        kv_format=cache.format.name,
+    )
+
+
 def run(plan: Any, case: Inputs, **outputs: Any) -> anymla.AttentionOutput:
     ql_nope, q_pe, cache = case.tensors
     sm_scale, sinks = case.options["sm_scale"], case.options["sinks"]
@@ -252,6 +265,14 @@ class TestMemory:
         )
         with Allocations() as seen:
             cpu_mla.prefill(args, plan.state)
+        assert seen.large == []
+
+    @pytest.mark.parametrize("kv_format", ["fp32", "bf16"])
+    def test_a_planned_top_k_allocates_nothing_that_grows(self, kv_format: str):
+        case = inputs.index_inputs(4, 64, (2 * TILE, 30), (3, 1), TILE + 7, kv_format=kv_format)
+        plan, out = index_plan_of(case), torch.empty(case.shape, dtype=torch.int32)
+        with Allocations() as seen:
+            plan.run(*case.tensors, out=out)
         assert seen.large == []
 
     def test_the_scratch_of_decode_does_not_grow_with_length(self):
@@ -575,6 +596,27 @@ class TestTopk:
         assert torch.equal(out, anymla.index_topk(*case.tensors, **case.options))
         wide[1:-1, 1:7] = -7
         assert bool((wide == -7).all())
+
+    def test_a_plan_serves_layer_after_layer_and_step_after_step_in_the_same_buffers(self):
+        steps = [((700, 300), (2, 3)), ((TILE, 4), (3, 1)), ((0, 9), (0, 0)), ((800, 800), (1, 4))]
+        cases = [inputs.index_inputs(3, 32, *step, 40, seed=seed) for seed, step in enumerate(steps)]
+        plan = index_plan_of(cases[0], max_seq_len=800, max_q_len=4)
+        buffers = {name: t.data_ptr() for name, t in vars(plan.state).items() if isinstance(t, Tensor)}
+        out = torch.empty(cases[0].shape, dtype=torch.int32)
+        for case in cases:
+            rows, (q, weights, cache) = case.num_rows, case.tensors
+            q = torch.cat((q, q.new_full((6 - rows, *q.shape[1:]), math.nan)))
+            weights = torch.cat((weights, weights.new_full((6 - rows, 3), math.nan)))
+            with Allocations() as seen:
+                plan.update(batch_of(case, num_tokens=6))
+            assert seen.large == []
+            for layer in (1, -1):
+                plan.run(q, layer * weights, cache, out=out)
+                alone = anymla.index_topk(q[:rows], layer * weights[:rows], cache, **case.options)
+                assert torch.equal(out[:rows], alone) and bool((out[rows:] == -1).all())
+        assert buffers == {
+            name: t.data_ptr() for name, t in vars(plan.state).items() if isinstance(t, Tensor)
+        }
 
     def test_logits_far_apart_keep_their_order(self):
         keys = torch.zeros(6, 4)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from anymla import reference
 from anymla.backends import BACKENDS
-from anymla.backends.aiter_mla import decode, index, operations, prefill
-from anymla.contract import AttentionOutput, Batch, DecodeArgs, IndexArgs, PrefillArgs, SparseArgs
+from anymla.backends.aiter_mla import decode, operations, prefill
+from anymla.contract import AttentionOutput, Batch, DecodeArgs, PrefillArgs, SparseArgs
 from anymla.errors import InvalidInput
 from anymla.hardware.probe import Machine
 from anymla.planned import DecodePlan
-from anymla.plans import decode_plan, features, sparse_plan
+from anymla.plans import decode_plan, features, plan_index_topk, sparse_plan
 from anymla.problem import Feature, Problem
 from anymla.verification import eager
 from anymla.verification.judge import judge
@@ -143,22 +143,40 @@ def test_a_sparse_step_replays_with_other_slots_and_plans_inside_the_graph(
     assert double.plans == 4
 
 
-def test_an_indexer_replays_with_other_queries_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    from test_aiter_index import call_of, machine, problem
+def test_an_indexer_replays_with_other_lengths_pages_queries_and_keys(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from test_aiter_index import call_of, machine
 
     IndexDouble("HEAD", "gfx942").install(monkeypatch)
     tensors, options = call_of("gfx942", (70, 3), (2, 1), 1, False, 32)
-    batch = Batch.of(**options, num_tokens=4)
-    state = index.plan_index_topk(batch, replace(problem("index_topk"), topk=6), machine(), {"chunk_q": 32})
+    bounds = {"num_tokens": 4, "max_q_len": 4, "max_seq_len": 70}
+    plan = plan_index_topk(
+        Batch.of(**options, **bounds),
+        topk=6,
+        index_heads=32,
+        index_head_dim=128,
+        q_dtype=torch.float8_e4m3fnuz,
+        kv_format="index_k_fnuz",
+        backend="aiter",
+        machine=machine(),
+    )
     graph, chosen = Graph(), torch.full((4, 6), -7, dtype=torch.int32)
-    state = replace(state, call=graph.calls({"logits": state.call})["logits"])
+    plan.state.call = graph.calls({"logits": plan.state.call})["logits"]
     with graph:
-        operations.index_topk(IndexArgs(*tensors, 6, chosen), state)
-    tensors[1].neg_()
-    chosen.fill_(-7)
-    graph.replay()
-    right = reference.index_topk(*tensors, **options, topk=6)
-    assert torch.equal(chosen.sort(1).values, right.sort(1).values)
+        plan.run(*tensors, out=chosen)
+    for lens, q_lens in (((70, 3), (2, 1)), ((1, 41), (0, 4)), ((66, 0), (1, 0))):
+        options["seq_lens"].copy_(torch.tensor(lens))
+        options["qo_indptr"][1:] = torch.tensor(q_lens).cumsum(0)
+        batch = Batch.of(**options, **bounds)
+        with Graph():
+            plan.update(batch)
+        chosen.fill_(-7)
+        graph.replay()
+        right = reference.index_topk(*tensors, **options, topk=6)
+        assert torch.equal(chosen.sort(1).values, right.sort(1).values)
+        tensors[1].neg_()
+        options["block_table"].copy_(options["block_table"].flip(0))
 
 
 def test_a_prefill_is_planned_on_the_host_and_its_layers_wait_for_nothing(
