@@ -346,6 +346,7 @@ def index_topk(
     seq_lens: Tensor,
     topk: int,
     qo_indptr: Tensor | None = None,
+    as_slots: bool = False,
     kv_format: str | None = None,
     out: Tensor | None = None,
     backend: str = "auto",
@@ -362,15 +363,17 @@ def index_topk(
         seq_lens: [B] int32 tokens. Includes the tokens of this call.
         topk: K.
         qo_indptr: [B + 1] int32. None: one token a sequence.
+        as_slots: Return slots of the pages, page * block_size + offset, as `sparse_decode` takes them over a
+            cache with the same pages, and not token ids.
         kv_format: "index_k" or another row of KV_FORMATS. None: the cache's dtype says it.
         out: [T, K] int32 to write into.
         backend: A registry name, or "auto" for the first that accepts. Never falls back.
         check: Read device tensors back to check their values; this syncs.
 
     Returns:
-        [T, K] int32 token ids within the sequence, those of the highest scores, the same every time but in
-        no particular order; of equal scores the earlier tokens, NaN only after everything else. -1 after the
-        last visible key; a row that sees nothing is all -1.
+        [T, K] int32 token ids within the sequence, or slots: those of the highest scores, the same every time
+        but in no particular order; of equal scores the earlier tokens, NaN only after everything else. -1
+        after the last visible key; a row that sees nothing is all -1.
 
     Raises:
         InvalidInput: an argument contradicts another one.
@@ -401,7 +404,7 @@ def index_topk(
     assert cache is not None and batch is not None
     facts = _facts("index_topk", q, cache, num_heads=q.shape[1])
     problem = replace(facts, topk=topk, q_len=batch.max_q_len, features=plans.features(batch))
-    return plans.index_plan(batch, problem, backend).run(q, weights, cache, out=out)
+    return plans.index_plan(batch, problem, backend).run(q, weights, cache, as_slots=as_slots, out=out)
 
 
 def explain(problem: Problem, machine: Machine | None = None) -> tuple[select.Verdict, ...]:

@@ -26,7 +26,8 @@ _SCHEMAS = {
     "Tensor qo_indptr, float sm_scale, Tensor? kv_cache=None, Tensor? block_table=None, "
     f"Tensor? seq_lens=None, bool causal=True, Tensor? sinks=None, {_CACHE}",
     "index_topk": "Tensor q, Tensor weights, Tensor index_cache, *, "
-    f"{_PAGES}, int topk, Tensor? qo_indptr=None, str? kv_format=None, str backend='auto'",
+    f"{_PAGES}, int topk, Tensor? qo_indptr=None, bool as_slots=False, str? kv_format=None, "
+    "str backend='auto'",
     "write_cache": f"Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, *, "
     f"bool power_of_two=False, {_CACHE}",
 }

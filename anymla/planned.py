@@ -237,7 +237,13 @@ class IndexPlan(StepPlan):
     """A planned choice of keys; see `plan_index_topk`."""
 
     def run(
-        self, q: Tensor, weights: Tensor, index_cache: Tensor | kv.KVCache, *, out: Tensor | None = None
+        self,
+        q: Tensor,
+        weights: Tensor,
+        index_cache: Tensor | kv.KVCache,
+        *,
+        as_slots: bool = False,
+        out: Tensor | None = None,
     ) -> Tensor:
         """Choose keys for one layer's index queries, as planned.
 
@@ -257,7 +263,7 @@ class IndexPlan(StepPlan):
         assert cache is not None
         if out is None:
             out = torch.empty((tokens, problem.topk), dtype=torch.int32, device=q.device)
-        args = contract.IndexArgs(q, weights, cache, problem.topk, out)
+        args = contract.IndexArgs(q, weights, cache, problem.topk, out, as_slots)
         module_of(self.choice).index_topk(args, self.state)
         return out
 

@@ -618,6 +618,14 @@ class TestTopk:
             name: t.data_ptr() for name, t in vars(plan.state).items() if isinstance(t, Tensor)
         }
 
+    def test_slots_are_those_of_the_tokens_in_the_pages(self):
+        case = inputs.index_inputs(3, 32, (300, 9, 0), (2, 1, 1), 40, block_size=24)
+        table, indptr = case.options["block_table"], case.options["qo_indptr"]
+        slots = anymla.index_topk(*case.tensors, **case.options, as_slots=True)
+        ids = anymla.index_topk(*case.tensors, **case.options)
+        assert torch.equal(slots, anymla.to_slots(ids, table, indptr, 24))
+        assert torch.equal(index_plan_of(case).run(*case.tensors, as_slots=True), slots)
+
     def test_logits_far_apart_keep_their_order(self):
         keys = torch.zeros(6, 4)
         keys[:, 0] = torch.tensor([1e-40, 3e38, 1e-45, 1.0, math.inf, 1.0000001])
