@@ -31,6 +31,7 @@ class Drawn(Draw):
     """Seeded tensors, drawn on a device."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
+        self.seed = seed
         self.generator = torch.Generator(device).manual_seed(seed)
         self.device = device
 
@@ -119,9 +120,6 @@ class _Maker:
             "sm_scale": work.sm_scale,
             "sinks": self._sinks(),
         }
-        if work.index is not None:
-            # What is chosen is turned into slots anew.
-            options["block_table"] = table
         return self._inputs((ql_nope, q_pe, cache), options, p.kv_lora_rank)
 
     def _prefill(self) -> Inputs:
@@ -184,7 +182,8 @@ class _Maker:
         """A cache with these sequences in it, the last `heavy` keys of each being needles, and its table."""
         p, draw = self.work.problem, self.draw
         counts = [-(-n // p.block_size) for n in lens]
-        pages = draw.permuted(sum(counts) + max(2, sum(counts) // 8)).int()
+        # Drawn apart, so that caches of the same lengths have the same pages.
+        pages = Drawn(draw.seed, draw.device).permuted(sum(counts) + max(2, sum(counts) // 8)).int()
         traps = torch.tensor(ABSURD_PAGES, dtype=torch.int32, device=draw.device)
         columns = torch.arange(max(counts) + 2, device=draw.device)
         table = traps[columns % len(traps)].repeat(len(lens), 1)

@@ -27,7 +27,6 @@ from anymla.benchmarking.workloads import DTYPES, Workload
 from anymla.contract import Batch, IndexArgs
 from anymla.hardware.arches import ARCHES
 from anymla.hardware.probe import this_machine
-from anymla.indices import to_slots
 from anymla.planned import module_of
 from anymla.problem import Feature
 from anymla.verification.batches import spans
@@ -287,16 +286,14 @@ def _indexer(call: Inputs, workload: Workload, backend: str) -> Planned:
 
 
 def _with_index(call: Inputs, workload: Workload, backend: str) -> Planned:
-    """Indexer, slots and attention of a step; the slots stand where the call has its indices."""
+    """Indexer and attention of a step; slots of what is chosen stand where the call has its indices."""
     assert workload.index is not None
-    like, p, options = call.tensors[0], workload.problem, call.options
-    asked = drawn_inputs(workload.index, like.device)
-    table, indptr, slots = options["block_table"], asked.options["qo_indptr"], options["indices"]
+    asked = drawn_inputs(workload.index, call.tensors[0].device)
     attend = planned(call, replace(workload, index=None), backend)
-    choose = planned(asked, workload.index, backend)
+    choose = planned(asked, workload.index, backend).plan
 
     def run() -> Any:
-        slots.copy_(to_slots(choose.run(), table, indptr, p.block_size))
+        choose.run(*asked.tensors, as_slots=True, out=call.options["indices"])
         return attend.run()
 
     return replace(attend, run=run)
