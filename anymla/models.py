@@ -41,6 +41,7 @@ class Model:
         index_topk: Keys a query token in sparse attention, 0 for dense models.
         index_heads: Heads of the indexer; every tensor parallel rank has all of them.
         index_head_dim: Width of an index key.
+        index_pool: Tokens in a row that share an index key; of such pools index_topk / index_pool are chosen.
         sinks: Whether each head has a learned sink logit.
         source: The published configuration that says so.
     """
@@ -55,6 +56,7 @@ class Model:
     index_topk: int = 0
     index_heads: int = 0
     index_head_dim: int = 0
+    index_pool: int = 1
     sinks: bool = False
     source: str = ""
 
@@ -100,19 +102,25 @@ class Model:
             tp: Tensor parallel size; index heads are not split.
             q_dtype: Dtype name of the queries.
             kv_format: Name of a cache format. None: as q_dtype, for index keys "index_k".
-            block_size: Tokens a page.
-            q_len: The most query tokens of any one sequence.
+            block_size: Tokens a page. Index keys of pools have pages of the same tokens.
+            q_len: The most query tokens of any one sequence. Where keys are pools, each query token is a
+                sequence to the indexer: the pools that it sees are not one more than those of the one before.
             topk: Keys a query token of a sparse operation. None: the model's own, for a dense model 2048.
             lse: Whether the lse is wanted.
             sinks: Whether there are sinks. None: as the model.
 
         Raises:
-            InvalidInput: `tp` does not divide the heads, or the model has no index.
+            InvalidInput: `tp` does not divide the heads, the model has no index, or a page no whole pools.
         """
         indexed = op == "index_topk"
         if indexed and not self.index_heads:
             have = ", ".join(name for name, model in MODELS.items() if model.index_heads)
             raise InvalidInput("model", [f"op got index_topk; needs a model with an index: {have}"])
+        pool = self.index_pool if indexed else 1
+        if block_size % pool:
+            needs = f"a multiple of {pool}, the tokens of an index key"
+            raise InvalidInput("model", [f"block_size got {block_size}; needs {needs}"])
+        q_len = 1 if pool > 1 else q_len
         attends = op in ("decode", "sparse_decode", "prefill")
         features = set()
         if attends and (self.sinks if sinks is None else sinks):
@@ -132,9 +140,9 @@ class Model:
             qk_rope_head_dim=0 if indexed else self.qk_rope_head_dim,
             qk_nope_head_dim=self.qk_nope_head_dim if op == "prefill" else 0,
             v_head_dim=self.v_head_dim if op == "prefill" else 0,
-            block_size=block_size,
+            block_size=block_size // pool,
             q_len=q_len,
-            topk=(topk or self.index_topk or 2048) if op in ("sparse_decode", "index_topk") else 0,
+            topk=(topk or self.index_topk // pool or 2048) if op in ("sparse_decode", "index_topk") else 0,
             features=frozenset(features),
         )
 
@@ -331,6 +339,7 @@ MODELS: Mapping[str, Model] = {
         index_topk=2048,
         index_heads=32,
         index_head_dim=128,
+        index_pool=16,
         source=_TRANSFORMERS.format("Glm5NextTextConfig"),
     ),
     # Not the defaults of transformers' HYV4Config (32 heads, q_lora_rank 1536, 16 index heads).

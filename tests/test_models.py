@@ -60,6 +60,7 @@ def test_a_row_is_whole_and_sourced(name: str) -> None:
     assert model.source
     assert min(model.num_heads, model.kv_lora_rank, model.qk_nope_head_dim, model.v_head_dim) > 0
     assert bool(model.index_topk) == bool(model.index_heads) == bool(model.index_head_dim)
+    assert model.index_topk % model.index_pool == 0 and (model.index_pool == 1 or model.index_topk)
     assert 0 < model.sm_scale < 1
 
 
@@ -79,6 +80,7 @@ def test_a_row_from_transformers_matches_the_installed_class(name: str) -> None:
     for field in ("q_lora_rank", "index_topk", "index_head_dim"):
         assert (getattr(model, field) or 0) == (published.get(field) or 0), field
     assert model.index_heads == (published.get("index_n_heads") or 0)
+    assert model.index_pool == published.get("index_kpool", 1)
     if "kv_lora_rank" not in published:  # one vector that is key and value
         assert (model.kv_lora_rank, model.qk_rope_head_dim) == (published["head_dim"], 0)
         assert model.num_heads == published["num_attention_heads"]
@@ -147,6 +149,25 @@ def test_index_heads_are_not_split_and_index_keys_have_no_rope_part() -> None:
         2048,
     )
     assert problem.kv_format == "index_k"
+
+
+def test_an_indexer_of_pools_chooses_pools_in_pages_of_the_same_tokens() -> None:
+    model = MODELS["glm-5.3-flash"]
+    problem = model.problem("index_topk", block_size=64)
+    assert (problem.topk, problem.block_size) == (2048 // 16, 64 // 16)
+    assert model.problem("index_topk", topk=7).topk == 7
+    attention = model.problem("sparse_decode", block_size=64)
+    assert (attention.topk, attention.block_size) == (2048, 64)
+
+
+def test_query_tokens_of_an_indexer_of_pools_are_sequences_of_their_own() -> None:
+    problem = MODELS["glm-5.3-flash"].problem("index_topk", q_len=4)
+    assert problem.q_len == 1 and Feature.MULTI_TOKEN not in problem.features
+
+
+def test_a_page_has_whole_pools() -> None:
+    with pytest.raises(InvalidInput, match="block_size got 24; needs a multiple of 16, the tokens of an"):
+        MODELS["glm-5.3-flash"].problem("index_topk", block_size=24)
 
 
 def test_a_model_without_an_index_is_refused_one() -> None:

@@ -30,9 +30,9 @@ class Workload:
         problem: The facts of the call. Its q_len is that of every sequence, also where each query token has
             keys of its own.
         sm_scale: Of the attention.
-        batch: Sequences; for write_cache the tokens written.
-        context: Tokens of a sequence in the cache: those of this call included, except for prefill. Of uneven
-            sequences the mean.
+        batch: Sequences; for write_cache the tokens written, for an indexer of pools the query tokens.
+        context: Tokens, or pools, of a sequence in the cache: those of this call included, except for
+            prefill. Of uneven sequences the mean.
         turns: What sequences have in turn instead of `context`, where it is not the same for all.
         part: Of the indexer, what alone is timed: "logits", "choice", or "torch.topk" in the place of that.
             Empty: all of the call.
@@ -154,7 +154,8 @@ def workloads(
         tp: Tensor parallel size.
         op: One of problem.OPS.
         batches: Sequences; for write_cache tokens.
-        contexts: Cached tokens of each; for prefill those before the new ones, which may be 0.
+        contexts: Cached tokens of each; for prefill those before the new ones, which may be 0. An indexer of
+            pools has that many fewer keys.
         q_len: Query tokens of each sequence.
         q_dtype: fp32, bf16 or fp16.
         kv_format: Name of a cache format. None: as q_dtype, for index keys "index_k".
@@ -173,12 +174,10 @@ def workloads(
     reasons.need(kv_format is None or kv_format in KV_FORMATS, "kv", kv_format, listed(KV_FORMATS))
     reasons.need(q_len >= 1, "q_len", q_len, "at least 1")
     reasons.need(block_size >= 1, "block_size", block_size, "at least 1")
-    least = 0 if op == "prefill" else max(q_len, 1)
-    for name, values, low in (("batch", batches, 1), ("context", contexts, least)):
-        wrong = [value for value in values if value < low]
-        reasons.need(not wrong, name, listed(wrong, "and"), f"at least {low}")
+    pool = 1
     try:
         row = model_named(model)
+        pool = row.index_pool if op == "index_topk" else 1
         problem = row.problem(
             op if op in OPS else "decode",
             tp=tp,
@@ -190,7 +189,13 @@ def workloads(
         )
     except InvalidInput as refusal:
         reasons.found.extend(refusal.reasons)
+    least = 0 if op == "prefill" else max(q_len, pool)
+    for name, values, low in (("batch", batches, 1), ("context", contexts, least)):
+        wrong = [value for value in values if value < low]
+        reasons.need(not wrong, name, listed(wrong, "and"), f"at least {low}")
     reasons.raise_if_any()
+    # Where keys are pools, each query token is a sequence.
+    tokens = q_len if pool > 1 else 1
     for batch in batches:
         for context in contexts:
-            yield Workload(model, tp, problem, row.sm_scale, batch, context)
+            yield Workload(model, tp, problem, row.sm_scale, batch * tokens, context // pool)

@@ -11,6 +11,7 @@ from anymla.benchmarking import run, sample
 from anymla.benchmarking.timing import Timing, time_in_turns
 from anymla.benchmarking.workloads import workloads
 from anymla.cli import app
+from anymla.errors import InvalidInput
 
 CPU = torch.device("cpu")
 SMALL = ("--tp", "128", "--batch", "2", "--context", "70", "--repeats", "3")
@@ -113,6 +114,22 @@ def test_work_is_counted_as_the_formulas_say():
     assert prefill.flops == 2 * 16 * ((11 + 12 + 13) * (192 + 128) + 13 * 512 * 256)
     (sparse,) = workloads("deepseek-v3.2", tp=8, op="sparse_decode", contexts=(4096,), topk=2048)
     assert sparse.keys_read == 2048
+
+
+def test_an_indexer_of_pools_reads_a_key_a_pool_and_each_query_token_is_a_sequence():
+    facts = {"op": "index_topk", "batches": (2,), "contexts": (4096,), "q_len": 3}
+    (pooled,) = workloads("glm-5.3-flash", **facts)
+    assert (pooled.batch, pooled.context, pooled.num_tokens) == (6, 256, 6)
+    assert (pooled.problem.topk, pooled.problem.block_size) == (128, 4)
+    assert pooled.keys_read == 6 * 256 and pooled.flops == 2 * 6 * 256 * 32 * 128
+    with pytest.raises(InvalidInput, match="context got 15; needs at least 16"):
+        list(workloads("glm-5.3-flash", op="index_topk", contexts=(15,)))
+
+
+def test_an_indexer_of_pools_is_timed():
+    arguments = ("--model", "glm-5.3-flash", "--op", "index_topk", "--batch", "2", "--context", "3000")
+    (found,) = records(*arguments, "--repeats", "1")
+    assert found["passed"] and found["topk"] == 128 and found["context"] == 3000 // 16
 
 
 def test_only_as_many_rows_are_verified_as_their_work_allows(monkeypatch: pytest.MonkeyPatch):

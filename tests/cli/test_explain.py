@@ -77,6 +77,13 @@ def test_fp8_means_the_flavour_of_the_machine(machine: str, flavour: str) -> Non
     )
 
 
+def test_an_indexer_of_pools_asks_for_the_best_pools() -> None:
+    found = answer("--model", "glm-5.3-flash", "--machine", "gfx942", "--op", "index_topk")["problem"]
+    assert (found["topk"], found["block_size"], found["num_heads"]) == (128, 4, 32)
+    refused = run("explain", "--model", "glm-5.3-flash", "--op", "index_topk", "--block-size", "8")
+    assert refused.exit_code == 2 and "needs a multiple of 16" in refused.output
+
+
 def test_a_model_with_sinks_asks_for_them_by_itself() -> None:
     assert answer("--model", "hy-v4", "--machine", "cpu")["problem"]["features"] == ["sinks"]
     asked = answer(
