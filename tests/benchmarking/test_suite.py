@@ -89,7 +89,7 @@ def test_every_input_is_drawn_where_it_runs(one, monkeypatch):
     """On the meta device: shapes only, and no operation takes a CPU tensor with one of another device."""
 
     def init(self, seed, device):
-        self.generator, self.device = None, device
+        self.seed, self.generator, self.device = seed, None, device
 
     def write(self, kv_c, k_pe, slots):
         self.scatter(self.encode(kv_c, k_pe), slots)
