@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
@@ -248,7 +249,7 @@ class TestFindings:
     case = next(c for c in FULL if c.id.startswith("right-decode") and Feature.LSE in c.problem.features)
 
     def judged(self, monkeypatch, change):
-        module = checks.plans.import_module("anymla.backends.cpu_mla")
+        module = import_module("anymla.backends.cpu_mla")
         right = module.decode
 
         def wrong(args, state):

@@ -29,6 +29,7 @@ from anymla import machine_named
 from anymla.errors import InvalidInput
 from anymla.hardware.arches import ARCHES
 from anymla.integrations.transformers import attach, indexer
+from anymla.planned import IndexPlan
 from anymla.verification.judge import judge_tensor
 
 POOLED, NARROW = "Glm5NextForConditionalGeneration", "MistralLarge4ForConditionalGeneration"
@@ -128,6 +129,19 @@ class TestKeysInFp8:
             got = real_logits(model, batch)
         exact = real_logits(chosen.impose_on(fp64(model)), batch)
         judge_tensor("logits", got, exact, real_logits(chosen.impose_on(eager(model)), batch)).require_pass()
+
+
+def test_a_choice_is_planned_once_a_step_and_run_by_all_layers(monkeypatch):
+    plans, runs, plan = [], [], indexer.index_plan
+    monkeypatch.setattr(indexer, "index_plan", lambda *a: plans.append(plan(*a)) or plans[-1])
+    run = IndexPlan.run
+    monkeypatch.setattr(IndexPlan, "run", lambda self, *a, **k: runs.append(self) or run(self, *a, **k))
+    model, batch = build("tiny-deepseek-v32"), padded(PROMPTS[0])
+    with attach(model):
+        greedy(model, batch, new=4)
+    layers = len(indexers(model))
+    assert layers > 1 and len(plans) == 4
+    assert [id(one) for one in runs] == [id(one) for one in plans for _ in range(layers)]
 
 
 class TestRealWidths:

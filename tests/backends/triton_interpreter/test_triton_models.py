@@ -35,7 +35,7 @@ def test_a_prompt_and_a_step_are_those_of_stock_for_the_same_choice(monkeypatch)
     from anymla import plans
     from anymla.integrations.transformers import attach, indexer
 
-    for module in (plans, indexer, import_module("anymla.integrations.transformers.attach")):
+    for module in (plans, import_module("anymla.integrations.transformers.attach")):
         monkeypatch.setattr(module, "machine_of", lambda device: machine().having("triton", "3.6.0"))
     chosen, run = [], indexer.run
     monkeypatch.setattr(indexer, "run", lambda *a, **k: chosen.append(run(*a, **k)) or chosen[-1])
