@@ -175,7 +175,7 @@ KERNEL_QUIRKS: tuple[Quirk, ...] = (
     ),
     _kernel(
         _CDNA,
-        f"{_EMULATED}: a split of whose keys a token sees none gives NaN, which AITER's own number avoids",
+        f"{_EMULATED}: splits are read of which a token has nothing, which AITER's own number avoids",
         knob="num_kv_splits",
         value=1,
         kernel=_FP8_SEVERAL,
@@ -184,7 +184,7 @@ KERNEL_QUIRKS: tuple[Quirk, ...] = (
     ),
     _kernel(
         _CDNA,
-        f"{_EMULATED}: a split of whose keys a token sees none gives NaN, and one split gives no lse",
+        f"{_EMULATED}: splits are read of which a token has nothing, and one split gives no lse",
         refuse="AITER's fp8 kernel of several tokens gives no right lse",
         kernel=_FP8_SEVERAL,
         q_len=_MANY,
