@@ -29,18 +29,31 @@ anymla.write_cache(index_keys, index_keys[:, :0], index_cache, slots, power_of_t
 index_q = torch.randn(1, model.index_heads, model.index_head_dim)
 weights = torch.randn(1, model.index_heads) * model.index_head_dim**-0.5 * model.index_heads**-0.5
 index_q, weights = anymla.quantise_queries(index_q, weights, kv_format="index_k", power_of_two=True)
-chosen = anymla.index_topk(
-    index_q,
-    weights,
-    index_cache,
-    block_table=block_table,
-    seq_lens=torch.tensor([tokens], dtype=torch.int32),
-    topk=model.index_topk,
-)
-indices, counts = anymla.compacted(anymla.to_slots(chosen, block_table, None, block_size))
-
 ql_nope, q_pe = torch.randn(1, heads, model.kv_lora_rank), torch.randn(1, heads, model.qk_rope_head_dim)
-out, _ = anymla.sparse_decode(
-    ql_nope, q_pe, kv_cache, indices=indices, counts=counts, sm_scale=model.sm_scale
+
+# Once a step.
+batch = anymla.Batch.of(
+    seq_lens=torch.tensor([tokens], dtype=torch.int32), block_table=block_table, block_size=block_size
 )
-print(f"{int(counts[0])} of {tokens} keys: out {tuple(out.shape)}")
+choice = anymla.plan_index_topk(
+    batch,
+    topk=model.index_topk,
+    index_heads=model.index_heads,
+    index_head_dim=model.index_head_dim,
+    q_dtype=index_q.dtype,
+)
+attention = anymla.plan_sparse_decode(
+    batch.num_tokens,
+    topk=model.index_topk,
+    num_heads=heads,
+    kv_lora_rank=model.kv_lora_rank,
+    qk_rope_head_dim=model.qk_rope_head_dim,
+    block_size=block_size,
+    q_dtype=ql_nope.dtype,
+    kv_format="fp8_ds_mla",
+)
+
+# Once a layer.
+indices = choice.run(index_q, weights, index_cache, as_slots=True)
+out, _ = attention.run(ql_nope, q_pe, kv_cache, indices=indices, sm_scale=model.sm_scale)
+print(f"{int((indices >= 0).sum())} of {tokens} keys: out {tuple(out.shape)}")
