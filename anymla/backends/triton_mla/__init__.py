@@ -13,6 +13,7 @@ from anymla.backends.triton_mla.index_topk import (
     index_choice,
     index_scores,
     index_topk,
+    index_workspace_bytes,
     plan_index_topk,
     update_index_topk,
 )
@@ -23,6 +24,7 @@ __all__ = [
     "index_choice",
     "index_scores",
     "index_topk",
+    "index_workspace_bytes",
     "plan_decode",
     "plan_index_topk",
     "plan_prefill",

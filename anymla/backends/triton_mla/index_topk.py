@@ -76,37 +76,23 @@ def plan_index_topk(batch: Batch, problem: Problem, machine: Machine, knobs: Map
     Returns:
         The state that `index_topk` takes, for any number of layers.
     """
-    rows, device = launch_rows("index_logits", machine.arch), batch.seq_lens.device
-    heads = triton.next_power_of_2(max(problem.num_heads, 16))
-    most_q_len = triton.next_power_of_2(max(batch.max_q_len, 1))
-    launch = next((row for row in rows if row.block_m >= heads * most_q_len), rows[-1])
-    tokens = min(max(1, min(launch.chunk, launch.block_m) // heads), most_q_len)
-    products = min(max(1, launch.block_m // (heads * tokens)), most_q_len // tokens)
-    width = -(-max(batch.max_seq_len, 1) // 16) * 16
-    tile = tokens * products
-    at_once = max(1, LOGITS_BYTES // (4 * width) // tile) * tile
-    at_once = min(at_once, max(batch.num_tokens, 1), MOST_TILES * tile)
-    able = [row for row in launch_rows("choose", machine.arch) if row.block_n >= 2 * problem.topk]
-    room, widths = able[0].block_n, [batch.max_seq_len]
-    while widths[-1] > able[-1].block_n:
-        # As many pieces as keep the chip busy, each of which leaves at most a quarter.
-        pieces = min((machine.multiprocessors or 1) // at_once, widths[-1] // (4 * room))
-        widths.append(max(1, pieces) * room)
+    device = batch.seq_lens.device
+    shape = _Shape.of(problem, machine, batch.num_tokens, batch.max_q_len, batch.max_seq_len)
     sequences, visible = torch.empty((2, batch.num_tokens), dtype=torch.int32, device=device).unbind()
     state = IndexState(
         problem=problem,
         batch=batch,
         arch=machine.arch,
-        launch=launch,
-        tokens=tokens,
-        products=products,
+        launch=shape.launch,
+        tokens=shape.tokens,
+        products=shape.products,
         narrowing=launch_rows("narrow", machine.arch)[0],
-        choice=next(row for row in able if row.block_n >= widths[-1]),
+        choice=shape.choice,
         sequences=sequences,
         visible=visible,
-        logits=torch.empty((at_once, width), dtype=torch.float32, device=device),
-        ids=tuple(torch.empty((at_once, n), dtype=torch.int32, device=device) for n in widths[1:]),
-        room=room,
+        logits=torch.empty((shape.rows, shape.width), dtype=torch.float32, device=device),
+        ids=tuple(torch.empty((shape.rows, n), dtype=torch.int32, device=device) for n in shape.ids),
+        room=shape.room,
     )
     update_index_topk(state, batch)
     return state
@@ -148,6 +134,59 @@ def index_choice(args: IndexArgs, state: IndexState) -> None:
     """Only the choice of `index_topk`, from what is in state.logits; arguments as there."""
     for first, last in _parts(state):
         _choose(args, state, first, last)
+
+
+def index_workspace_bytes(problem: Problem, machine: Machine, num_tokens: int, max_seq_len: int) -> int:
+    """The most bytes that any step within these bounds takes beside its outputs.
+
+    Args:
+        problem: Facts of the call.
+        machine: The chip.
+        num_tokens: T.
+        max_seq_len: Keys of the longest sequence.
+
+    Returns:
+        Bytes: logits and narrowed ids of the rows of one pass, a sequence and a count a query token.
+    """
+    shape = _Shape.of(problem, machine, num_tokens, problem.q_len, max_seq_len)
+    return 4 * (shape.rows * (shape.width + sum(shape.ids)) + 2 * num_tokens)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What follows from the bounds of a step: tiles, and the rows and columns of a pass."""
+
+    launch: Launch
+    tokens: int
+    products: int
+    choice: Launch
+    rows: int
+    width: int
+    ids: tuple[int, ...]
+    room: int
+
+    @classmethod
+    def of(
+        cls, problem: Problem, machine: Machine, num_tokens: int, max_q_len: int, max_seq_len: int
+    ) -> "_Shape":
+        launches = launch_rows("index_logits", machine.arch)
+        heads = triton.next_power_of_2(max(problem.num_heads, 16))
+        most_q_len = triton.next_power_of_2(max(max_q_len, 1))
+        launch = next((row for row in launches if row.block_m >= heads * most_q_len), launches[-1])
+        tokens = min(max(1, min(launch.chunk, launch.block_m) // heads), most_q_len)
+        products = min(max(1, launch.block_m // (heads * tokens)), most_q_len // tokens)
+        width = -(-max(max_seq_len, 1) // 16) * 16
+        tile = tokens * products
+        at_once = max(1, LOGITS_BYTES // (4 * width) // tile) * tile
+        at_once = min(at_once, max(num_tokens, 1), MOST_TILES * tile)
+        able = [row for row in launch_rows("choose", machine.arch) if row.block_n >= 2 * problem.topk]
+        room, widths = able[0].block_n, [max_seq_len]
+        while widths[-1] > able[-1].block_n:
+            # As many pieces as keep the chip busy, each of which leaves at most a quarter.
+            pieces = min((machine.multiprocessors or 1) // at_once, widths[-1] // (4 * room))
+            widths.append(max(1, pieces) * room)
+        choice = next(row for row in able if row.block_n >= widths[-1])
+        return cls(launch, tokens, products, choice, at_once, width, tuple(widths[1:]), room)
 
 
 def _parts(state: IndexState) -> Iterator[tuple[int, int]]:

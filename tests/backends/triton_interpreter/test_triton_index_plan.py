@@ -1,12 +1,17 @@
 """The plan of an indexer on Triton's kernels: step after step in the same buffers."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
+from anymla.backends import triton_mla
+from anymla.backends.triton_mla.index_topk import LOGITS_BYTES
 from anymla.contract import Batch
-from anymla.hardware.probe import machine_named
+from anymla.hardware.arches import ARCHES
+from anymla.hardware.probe import Machine, machine_named
+from anymla.models import MODELS
 from anymla.plans import plan_index_topk
 from anymla.verification.checks import judge_ids
 from anymla.verification.inputs import index_inputs
@@ -61,5 +66,18 @@ def test_a_plan_serves_step_after_step_in_the_same_buffers(kv_format, arch, host
         assert plan.run(padded(q), padded(weights), cache, out=out) is out
         judge_ids(call, out[: call.num_rows]).require_pass()
         assert bool((out[call.num_rows :] == -1).all())
+    said = triton_mla.index_workspace_bytes(plan.problem, plan.choice.machine, TOKENS, 130)
+    assert sum(t.numel() * t.element_size() for t in held) == said
     now = [plan.state.sequences, plan.state.visible, plan.state.logits, *plan.state.ids]
     assert all(one is other for one, other in zip(held, now, strict=True))
+
+
+@pytest.mark.parametrize("arch", [name for name in ARCHES if name != "cpu"])
+@pytest.mark.parametrize("name", [name for name, model in MODELS.items() if model.index_heads])
+def test_memory_is_that_of_a_pass_or_of_one_tile_whatever_the_step(name, arch):
+    asked = MODELS[name].problem("index_topk", q_len=4)
+    units = Machine(arch, (), True, "", 256)
+    for tokens, keys in product((1, 64, 16_384), (1, 4096, 1_000_000)):
+        needed = triton_mla.index_workspace_bytes(asked, units, tokens, keys)
+        # Each narrowing leaves at most a quarter: of all of them together, a third.
+        assert needed <= max(LOGITS_BYTES, 4 * asked.q_len * keys) * 4 / 3 + 8 * tokens
