@@ -87,6 +87,10 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
     ),
     # As many values at once as block_n pieces of chunk columns: of wider chunks fewer pieces.
     ("combine", "*"): (Launch(block_m=1, block_n=32, num_warps=4, num_stages=1),),
+    # One wave: what is summed over pieces stays in it, without on-chip memory and barriers.
+    ("combine", "amd"): (Launch(block_m=1, block_n=32, num_warps=1, num_stages=1),),
+    ("combine", "gfx1100"): (Launch(block_m=1, block_n=16, num_warps=1, num_stages=1),),
+    ("combine", "gfx1201"): (Launch(block_m=1, block_n=16, num_warps=1, num_stages=1),),
     ("combine", "sm90"): (Launch(block_m=1, block_n=128, num_warps=4, num_stages=1, chunk=64, overlap=True),),
     ("prefill", "*"): (
         Launch(block_m=32, block_n=32, num_warps=4, num_stages=1, widest=192),
