@@ -191,14 +191,14 @@ class Buffers:
                 buffer.copy_(value)
 
     def step(self, max_seq_len: int, max_q_len: int) -> Batch:
-        """The decode step that the buffers hold, with bounds; no length is read back."""
+        """The step that the buffers hold, with bounds; no length is read back."""
         options = self.call.options
         return Batch.of(
             seq_lens=options["seq_lens"],
             block_table=options["block_table"],
             qo_indptr=options["qo_indptr"],
             block_size=self.call.cache.block_size,
-            causal=options["causal"],
+            causal=options.get("causal", True),
             num_tokens=self.call.num_rows,
             max_q_len=max_q_len,
             max_seq_len=max_seq_len,

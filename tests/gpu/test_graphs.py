@@ -8,10 +8,11 @@ import torch
 from device_calls import DEVICE, Buffers, addresses, is_offered, problem_of
 
 from anymla.contract import AttentionOutput
-from anymla.plans import plan_decode, plan_sparse_decode
-from anymla.problem import Feature
-from anymla.verification.checks import judged, right_answer, run_call
-from anymla.verification.inputs import decode_inputs, sparse_inputs, write_inputs
+from anymla.indices import to_slots
+from anymla.plans import plan_decode, plan_index_topk, plan_sparse_decode
+from anymla.problem import Feature, Problem
+from anymla.verification.checks import judge_ids, judged, right_answer, run_call
+from anymla.verification.inputs import decode_inputs, index_inputs, sparse_inputs, write_inputs
 from anymla.verification.judge import judge
 from anymla.verification.needles import Widths
 
@@ -29,6 +30,19 @@ KINDS = {
     "invariant": {"sinks": "infinite", "return_lse": True, "batch_invariant": True},
 }
 FORMATS = ("bf16", "fp8_e4m3fn", "fp8_ds_mla")
+
+
+def graph_of(work):
+    """A captured graph of `work`, which runs once before."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
 
 
 class Captured:
@@ -68,14 +82,7 @@ class Captured:
         self.out = torch.full(call.shape, torch.nan, dtype=call.tensors[0].dtype, device=DEVICE)
         self.lse = torch.full(call.shape[:2], torch.nan, device=DEVICE) if self.return_lse else None
         self.update_inside = update_inside
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.work()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.work()
+        self.graph = graph_of(self.work)
 
     def work(self):
         """What is captured."""
@@ -120,6 +127,74 @@ class Captured:
         assert eager_lse is None or torch.equal(eager_lse[:rows], lse)
 
 
+class CapturedIndex:
+    """The plan of an indexer, the call in buffers, its choice, and the graph of `run`."""
+
+    def __init__(self, calls, backend, *, as_slots=False, update_inside=False):
+        self.buffers, self.as_slots = Buffers(calls), as_slots
+        call = self.buffers.call
+        q, _, cache = call.tensors
+        topk, kv_format, facts = call.options["topk"], cache.format.name, (q.shape[1], cache.kv_lora_rank)
+        problem = Problem(
+            "index_topk",
+            "bf16",
+            kv_format,
+            *facts,
+            qk_rope_head_dim=0,
+            block_size=cache.block_size,
+            q_len=4,
+            topk=topk,
+            features=frozenset({Feature.MULTI_TOKEN}),
+        )
+        if not is_offered(problem, backend):
+            pytest.skip(f"{problem} is not offered here")
+        self.buffers.put(calls[0])
+        self.step = partial(self.buffers.step, max_seq_len=4096, max_q_len=4)
+        self.plan = plan_index_topk(
+            self.step(),
+            topk=topk,
+            index_heads=facts[0],
+            index_head_dim=facts[1],
+            q_dtype=q.dtype,
+            kv_format=kv_format,
+            backend=backend,
+        )
+        self.out = torch.full(call.shape, -7, dtype=torch.int32, device=DEVICE)
+        self.update_inside = update_inside
+        self.graph = graph_of(self.work)
+
+    def work(self):
+        """What is captured."""
+        if self.update_inside:
+            self.plan.update(self.step())
+        self.plan.run(*self.buffers.call.tensors, as_slots=self.as_slots, out=self.out)
+
+    def require_right(self, call):
+        """Hold a replay against the definition; what belongs to no sequence has chosen nothing."""
+        self.buffers.put(call)
+        self.out.fill_(-7)
+        if not self.update_inside:
+            self.plan.update(self.step())
+        self.graph.replay()
+        rows, ids = call.num_rows, self.out
+        if self.as_slots:
+            table, indptr = call.options["block_table"], call.options["qo_indptr"]
+            ids = run_call(call, self.plan.backend)
+            slots = to_slots(ids, table, indptr, call.cache.block_size)
+            assert torch.equal(self.out[:rows].sort(1).values, slots.sort(1).values)
+        judge_ids(call, ids[:rows]).require_pass()
+        assert bool((self.out[rows:] == -1).all())
+
+
+def index_calls(kv_format):
+    """The steps as choices of 40 keys."""
+    with torch.device(DEVICE):
+        return [
+            index_inputs(16, 128, lens, q_lens, 40, seed=seed, kv_format=kv_format, block_size=64)
+            for seed, (lens, q_lens) in enumerate(STEPS)
+        ]
+
+
 def dense_calls(kind, kv_format, heads=16, *, verify=False):
     """The steps as decodes."""
     hostile = {"kv_format": kv_format, "block_size": 64, "sinks": KINDS[kind]["sinks"]}
@@ -158,6 +233,32 @@ def test_a_sparse_graph_is_right_for_every_step(backend, kind, kv_format):
     captured = Captured(calls, kind, backend)
     for call in (*calls, *calls[::-1]):
         captured.require_right(call)
+
+
+@pytest.mark.parametrize("update_inside", [False, True], ids=["update-before", "update-captured"])
+@pytest.mark.parametrize("as_slots", [False, True], ids=["ids", "slots"])
+@pytest.mark.parametrize("kv_format", ["index_k", "bf16"])
+def test_a_graph_of_an_indexer_is_right_for_every_step(backend, kv_format, as_slots, update_inside):
+    calls = index_calls(kv_format)
+    captured = CapturedIndex(calls, backend, as_slots=as_slots, update_inside=update_inside)
+    for call in (*calls, *calls[::-1]):
+        captured.require_right(call)
+
+
+def test_an_indexer_neither_waits_for_the_device_nor_moves_anything(backend):
+    calls = index_calls("index_k")
+    captured = CapturedIndex(calls, backend)
+    captured.buffers.put(calls[1])
+    before = addresses(captured.plan.state), torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        captured.work()
+        captured.plan.update(captured.step())
+        captured.work()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (addresses(captured.plan.state), torch.cuda.memory_stats()["allocation.all.allocated"]) == before
 
 
 @pytest.mark.parametrize("kv_format", FORMATS)
