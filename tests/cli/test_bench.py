@@ -132,6 +132,13 @@ def test_an_indexer_of_pools_is_timed():
     assert found["passed"] and found["topk"] == 128 and found["context"] == 3000 // 16
 
 
+def test_the_planning_of_an_indexer_is_timed_where_that_is_asked_for():
+    (work,) = workloads("deepseek-v3.2", op="index_topk", batches=(2,), contexts=(70,), topk=7, q_len=2)
+    found = run.bench(work, "cpu", CPU, repeats=1, planning=True)
+    assert found.passed and found.planning is not None
+    assert found.planning["plan_host_us"] > 0 and found.planning["batch_host_us"] > 0
+
+
 def test_only_as_many_rows_are_verified_as_their_work_allows(monkeypatch: pytest.MonkeyPatch):
     (work,) = workloads("deepseek-v3", tp=128, batches=(9,), contexts=(20,), q_dtype="fp32")
     monkeypatch.setattr(sample, "VERIFIED_FLOPS", work.flops / 9 * sample.MOST_HEADS * 5.5)
