@@ -232,6 +232,7 @@ def _draw_family(rng: Random, op: str, extent: Extent) -> Family:
         Feature.SINKS: rng.random() < 0.5,
         Feature.NON_CAUSAL: op != "sparse_decode" and rng.random() < 0.25,
         Feature.BATCH_INVARIANT: planned and rng.random() < 0.3,
+        Feature.CACHED_CONTEXT: op == "prefill" and cached,
     }
     attends = op in ("decode", "sparse_decode", "prefill")
     features = {feature for feature, wanted in asked.items() if wanted and attends}
