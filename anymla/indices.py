@@ -9,6 +9,8 @@ from anymla.errors import Reasons
 from anymla.kv_formats import row_named
 
 INT32_MAX = torch.iinfo(torch.int32).max
+NAN_RANK = torch.iinfo(torch.int32).min + 1
+"""Below that of -inf, and far enough from the end of int64 to subtract a token from 2**32 times it."""
 
 
 def quantise_queries(
@@ -102,6 +104,23 @@ def to_slots(indices: Tensor, block_table: Tensor, qo_indptr: Tensor | None, blo
         _check_values(reasons, indices, page, slot, is_key, is_known, max_blocks * block_size)
         reasons.raise_if_any()
     return torch.where(is_key & is_right, slot, -1).to(torch.int32)
+
+
+def rank_logits(logits: Tensor, is_nan: Tensor, ranks: Tensor) -> None:
+    """Turn logits into integers in their order, so that ties can be decided by subtracting tokens.
+
+    Args:
+        logits: fp32, of any shape; zeros lose their sign.
+        is_nan: bool of that shape, filled.
+        ranks: int64 of that shape, filled: 2**32 apart, the same for equal logits, the lowest for NaN.
+    """
+    torch.ne(logits, logits, out=is_nan)
+    # -0 + 0 is +0: the two zeros are equal, but their bits are not.
+    bits = logits.add_(0.0).view(torch.int32)
+    # Negative floats fall as their bits rise, so all bits but the sign are flipped.
+    ranks.copy_(bits)
+    ranks.bitwise_right_shift_(31).bitwise_and_(INT32_MAX).bitwise_xor_(bits)
+    ranks.masked_fill_(is_nan, NAN_RANK).mul_(2**32)
 
 
 def compacted(indices: Tensor) -> tuple[Tensor, Tensor]:

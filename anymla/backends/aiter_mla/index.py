@@ -18,7 +18,7 @@ from anymla.backends.aiter_mla.provider import aiter_of
 from anymla.contract import Batch, IndexArgs
 from anymla.errors import Reasons
 from anymla.hardware.probe import Machine
-from anymla.indices import to_slots
+from anymla.indices import rank_logits, to_slots
 from anymla.problem import Problem
 
 LOGITS_BYTES = 128 << 20
@@ -28,8 +28,6 @@ CHUNK_K = 256
 LANES = (32, 64)
 """Heads that it is given: less would leave threads of its Gluon layouts without any, more it never tests."""
 
-INT32_MAX = torch.iinfo(torch.int32).max
-NAN_RANK = torch.iinfo(torch.int32).min + 1
 NOT_SEEN = torch.iinfo(torch.int64).min
 """Below every rank."""
 
@@ -135,19 +133,16 @@ def write_largest(logits: Tensor, visible: Tensor, chosen: Tensor) -> None:
     """Choose the largest logits of each row.
 
     Args:
-        logits: [n, keys] fp32.
+        logits: [n, keys] fp32; zeros lose their sign.
         visible: [n] int32, how many of the keys count.
         chosen: [n, K] int32, filled: places of the largest, of equal ones the first, NaN after everything
             else; then -1.
     """
-    # -0 + 0 is +0: the two zeros are equal, but their bits are not.
-    bits = (logits + 0.0).view(torch.int32)
-    # Negative floats fall as their bits rise, so all bits but the sign are flipped.
-    ranks = (bits ^ ((bits >> 31) & INT32_MAX)).long()
-    ranks.masked_fill_(logits.isnan(), NAN_RANK)
+    ranks = torch.empty_like(logits, dtype=torch.int64)
+    rank_logits(logits, torch.empty_like(logits, dtype=torch.bool), ranks)
     column = torch.arange(logits.shape[1], device=logits.device)
     # All different, and an earlier key above a later one of the same logit.
-    ranks.mul_(2**32).sub_(column).masked_fill_(column >= visible[:, None], NOT_SEEN)
+    ranks.sub_(column).masked_fill_(column >= visible[:, None], NOT_SEEN)
     most = min(chosen.shape[1], logits.shape[1])
     best, places = ranks.topk(most, dim=1)
     chosen[:, :most] = places.masked_fill_(best == NOT_SEEN, -1)

@@ -9,7 +9,7 @@ from torch import Tensor
 from anymla.backends.cpu_mla.tiles import TILE, KeyTiles
 from anymla.contract import Batch, IndexArgs
 from anymla.hardware.probe import Machine
-from anymla.indices import to_slots
+from anymla.indices import rank_logits, to_slots
 from anymla.problem import Problem
 
 ROWS = 512
@@ -17,10 +17,6 @@ ROWS = 512
 
 RANKS_BYTES = 64 << 20
 """Ranks that exist at a time, unless one token has more."""
-
-INT32_MAX = torch.iinfo(torch.int32).max
-NAN_RANK = torch.iinfo(torch.int32).min + 1
-"""Below that of -inf, and far enough from the end of int64 to subtract a token from 2**32 times it."""
 
 
 @dataclass
@@ -127,19 +123,8 @@ def _rank(args: IndexArgs, state: IndexState, pages: Tensor, first: int, last: i
         logits = state.logits[: tokens * count].view(tokens, count)
         torch.sum(scores.view(tokens, count, heads).mul_(weights), 2, out=logits)
         ranks = state.ranks[:count, begin : begin + tokens].t()
-        _order(logits, state.is_nan[: tokens * count].view(tokens, count), ranks)
+        rank_logits(logits, state.is_nan[: tokens * count].view(tokens, count), ranks)
         ranks.add_(state.earlier_first[:tokens, None]).sub_(begin)
-
-
-def _order(logits: Tensor, is_nan: Tensor, ranks: Tensor) -> None:
-    """Write ranks in the order of the logits, 2**32 apart, the same for equal logits, the lowest for NaN."""
-    torch.ne(logits, logits, out=is_nan)
-    # -0 + 0 is +0: the two zeros are equal, but their bits are not.
-    bits = logits.add_(0.0).view(torch.int32)
-    # Negative floats fall as their bits rise, so all bits but the sign are flipped.
-    ranks.copy_(bits)
-    ranks.bitwise_right_shift_(31).bitwise_and_(INT32_MAX).bitwise_xor_(bits)
-    ranks.masked_fill_(is_nan, NAN_RANK).mul_(2**32)
 
 
 def _choose(indices: Tensor, state: IndexState, token: int, visible: int) -> None:
