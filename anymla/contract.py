@@ -147,6 +147,12 @@ class Batch:
             n - (b - a) for n, (a, b) in zip(self.seq_lens_host, pairwise(self.qo_indptr_host), strict=True)
         )
 
+    @property
+    def may_have_context(self) -> bool:
+        """Whether a sequence has tokens before those of this step, or might, as far as the host knows."""
+        contexts = self.context_lens_host
+        return self.block_table.shape[1] > 0 if contexts is None else any(contexts)
+
 
 @dataclass(frozen=True)
 class DecodeArgs:

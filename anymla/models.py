@@ -94,6 +94,7 @@ class Model:
         topk: int | None = None,
         lse: bool = False,
         sinks: bool | None = None,
+        cached_context: bool = False,
     ) -> Problem:
         """The facts of one operation of this model on one tensor parallel rank.
 
@@ -108,6 +109,7 @@ class Model:
             topk: Keys a query token of a sparse operation. None: the model's own, for a dense model 2048.
             lse: Whether the lse is wanted.
             sinks: Whether there are sinks. None: as the model.
+            cached_context: Whether the new tokens of a prefill have earlier ones in the cache.
 
         Raises:
             InvalidInput: `tp` does not divide the heads, the model has no index, or a page no whole pools.
@@ -130,6 +132,8 @@ class Model:
         # A query token of sparse_decode has its own indices, so its neighbours do not matter.
         if op in ("decode", "prefill", "index_topk") and q_len > 1:
             features.add(Feature.MULTI_TOKEN)
+        if op == "prefill" and cached_context:
+            features.add(Feature.CACHED_CONTEXT)
         heads = self.local_heads(tp)
         return Problem(
             op=op,

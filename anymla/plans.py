@@ -3,6 +3,7 @@
 T query tokens, H heads, L = kv_lora_rank, R = qk_rope_head_dim, P = qk_nope_head_dim, V = v_head_dim.
 """
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -185,9 +186,6 @@ def plan_prefill(
         block_size=batch.block_size,
     )
     wanted = features(batch, sinks=sinks, return_lse=return_lse, batch_invariant=batch_invariant)
-    contexts = batch.context_lens_host
-    if contexts is None or any(contexts):
-        wanted |= {Feature.CACHED_CONTEXT}
     problem = Problem(op="prefill", q_len=batch.max_q_len, features=wanted, **facts)
     return prefill_plan(batch, problem, backend, machine)
 
@@ -271,7 +269,9 @@ def sparse_plan(
 def prefill_plan(
     batch: Batch, problem: Problem, backend: str = "auto", machine: Machine | None = None
 ) -> PrefillPlan:
-    """The plan of a prefill whose facts are known to be right."""
+    """The plan of a prefill whose facts are known to be right; whether it has a context, the batch says."""
+    if batch.may_have_context:
+        problem = replace(problem, features=problem.features | {Feature.CACHED_CONTEXT})
     choice = select.choose(problem, machine or machine_of(batch.seq_lens.device), backend)
     return PrefillPlan(choice, _planned(choice, "plan_prefill", batch), batch)
 

@@ -79,6 +79,11 @@ class TestMatrix:
         assert all(traps[op, p, v] > 3 for op in OPS[:3] for p in POISONS for v in (False, True))
         assert {c.sinks for c in FULL} == set(SINKS)
 
+    def test_a_prefill_with_a_cache_asks_for_its_context_by_name(self):
+        judged = [c for c in FULL if c.problem.op == "prefill" and c.check == "right"]
+        named = [Feature.CACHED_CONTEXT in c.problem.features for c in judged]
+        assert named == [c.seq_lens is not None for c in judged] and set(named) == {True, False}
+
     def test_what_is_not_offered_is_asked_for(self):
         refused = {(c.problem.op, c.fact) for c in FULL if c.check == "refusal"}
         # Index queries may have any dtype.

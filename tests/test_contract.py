@@ -1,10 +1,14 @@
 """Every refusal of a wrong call, by its words; nothing is written, and nothing on a device is read back."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import anymla
-from anymla import Batch, InvalidInput, KVCache
+from anymla import Batch, InvalidInput, KVCache, plans
+from anymla.models import MODELS
+from anymla.problem import Feature
 
 
 def step(**changes):
@@ -358,6 +362,29 @@ def test_a_tagged_cache_is_not_opened_as_something_else() -> None:
         anymla.decode(**call, k_scale=torch.ones(1))
     with pytest.raises(InvalidInput, match="needs L=9 R=4"):
         anymla.decode(**(call | {"ql_nope": torch.zeros(2, 3, 9)}))
+
+
+@pytest.mark.parametrize(
+    ("seq_lens", "known", "pages", "named"),
+    [((2, 3), True, 1, False), ((2, 4), True, 1, True), ((2, 3), False, 1, True), ((2, 3), False, 0, False)],
+    ids=["none", "one token", "only the device knows", "no pages for any"],
+)
+def test_a_plan_of_a_prefill_names_the_context_that_its_batch_may_have(
+    seq_lens, known, pages, named, monkeypatch
+):
+    monkeypatch.setattr(plans, "_planned", lambda *step: None)
+    table = torch.zeros(2, pages, dtype=torch.int32)
+    batch = Batch.of(
+        seq_lens=ints(*seq_lens),
+        qo_indptr=ints(0, 2, 5),
+        block_table=table,
+        block_size=4,
+        new_tokens_are_cached=False,
+    )
+    batch = batch if known else replace(batch, seq_lens_host=None)
+    problem = MODELS["minicpm3"].problem("prefill", q_dtype="fp32", block_size=4, q_len=3)
+    found = plans.prefill_plan(batch, problem).problem.features
+    assert found == problem.features | ({Feature.CACHED_CONTEXT} if named else set())
 
 
 class TestOnADevice:

@@ -170,6 +170,12 @@ def test_a_page_has_whole_pools() -> None:
         MODELS["glm-5.3-flash"].problem("index_topk", block_size=24)
 
 
+def test_only_a_prefill_can_come_after_a_cached_context() -> None:
+    asked = {op: MODELS["glm-5"].problem(op, cached_context=True).features for op in OPS}
+    assert [op for op, features in asked.items() if Feature.CACHED_CONTEXT in features] == ["prefill"]
+    assert Feature.CACHED_CONTEXT not in MODELS["glm-5"].problem("prefill").features
+
+
 def test_a_model_without_an_index_is_refused_one() -> None:
     with pytest.raises(InvalidInput, match="op got index_topk; needs a model with an index: deepseek-v3"):
         MODELS["deepseek-v3"].problem("index_topk")

@@ -420,6 +420,12 @@ def _work(
     row = model_named(model)
     tp = row.num_heads // heads
     problem = row.problem(
-        op, tp=tp, q_dtype=q_dtype, kv_format=canonical_name(kv_format), block_size=64, q_len=q_len
+        op,
+        tp=tp,
+        q_dtype=q_dtype,
+        kv_format=canonical_name(kv_format),
+        block_size=64,
+        q_len=q_len,
+        cached_context=context > 0,
     )
     return Workload(model, tp, problem, row.sm_scale, batch, context, turns, part, index)

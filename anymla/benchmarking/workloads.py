@@ -8,7 +8,7 @@ import torch
 from anymla.errors import InvalidInput, Reasons
 from anymla.kv_cache import KV_FORMATS
 from anymla.models import model_named
-from anymla.problem import OPS, Problem
+from anymla.problem import OPS, Feature, Problem
 from anymla.rules import listed
 
 DTYPES = {
@@ -198,4 +198,7 @@ def workloads(
     tokens = q_len if pool > 1 else 1
     for batch in batches:
         for context in contexts:
-            yield Workload(model, tp, problem, row.sm_scale, batch * tokens, context // pool)
+            asked = problem
+            if op == "prefill" and context:
+                asked = replace(problem, features=problem.features | {Feature.CACHED_CONTEXT})
+            yield Workload(model, tp, asked, row.sm_scale, batch * tokens, context // pool)

@@ -72,6 +72,9 @@ def explain(
         int | None, typer.Option(help="Keys a query token in sparse decode. Left out: as the model.")
     ] = None,
     lse: Annotated[bool, typer.Option("--lse", help="With the lse.")] = False,
+    cached_context: Annotated[
+        bool, typer.Option("--cached-context", help="A prefill after tokens that are in the cache.")
+    ] = False,
     aiter: Annotated[
         str | None,
         typer.Option(help="A release of AITER, such as v0.1.16.post2. Left out: what the machine has."),
@@ -94,6 +97,7 @@ def explain(
     reasons.need(wanted[1] in FORMAT_NAMES, "kv", kv, f"fp8, {listed(FORMAT_NAMES)}")
     reasons.need(op in OPS, "op", op, f"one of {listed(OPS)}")
     reasons.need(not sparse or op in ("decode", "sparse_decode"), "op", op, "sparse_decode with --sparse")
+    reasons.need(not cached_context or op == "prefill", "op", op, "prefill with --cached-context")
     reasons.raise_if_any()
     assert row is not None
     answers = []
@@ -110,6 +114,7 @@ def explain(
             topk=topk,
             lse=lse,
             sinks=sinks or None,
+            cached_context=cached_context,
         )
         answers.append(Answer(problem, place, select.explain(problem, place, tp_heads)))
     if in_json:

@@ -274,6 +274,8 @@ def _meaningful(problem: Problem) -> Problem:
     op, features = problem.op, problem.features
     features -= {Feature.NON_CAUSAL} if op == "sparse_decode" else set()
     features = features if op in ("decode", "prefill", "sparse_decode") else frozenset()
+    if op == "prefill" and (problem.block_size, problem.kv_format) != (1, problem.q_dtype):
+        features |= {Feature.CACHED_CONTEXT}
     has_rows = op in ("decode", "prefill", "index_topk")
     if has_rows and problem.q_len > 1:
         features |= {Feature.MULTI_TOKEN}
@@ -294,7 +296,7 @@ def _case(
     """A case of a problem, its lengths at the edges of pages."""
     nope = problem.qk_nope_head_dim or 128
     seq_lens, q_lens = _lengths(rng, problem)
-    cacheless = problem.op == "prefill" and problem.kv_format == problem.q_dtype and problem.block_size == 1
+    cacheless = problem.op == "prefill" and Feature.CACHED_CONTEXT not in problem.features
     return Case(
         "right",
         problem,
@@ -351,6 +353,7 @@ def _of_models(op: str, quick: bool) -> Iterator[Case]:
                 kv_format=formats[(seed + tp) % len(formats)],
                 q_len=1 if op == "sparse_decode" else 1 + (seed + tp) % 4,
                 lse=tp < 8,
+                cached_context=True,
             )
             if (problem, model.sm_scale) not in seen:
                 seen.add((problem, model.sm_scale))

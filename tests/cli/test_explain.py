@@ -93,6 +93,12 @@ def test_a_model_with_sinks_asks_for_them_by_itself() -> None:
     assert (asked["problem"]["q_dtype"], asked["problem"]["kv_format"]) == ("fp16", "fp16")
 
 
+def test_a_prefill_after_cached_tokens_is_asked_for_by_name() -> None:
+    prefill = ("--model", "deepseek-v3", "--machine", "cpu", "--op", "prefill")
+    assert answer(*prefill)["problem"]["features"] == []
+    assert answer(*prefill, "--cached-context")["problem"]["features"] == ["cached_context"]
+
+
 def test_without_a_machine_it_is_this_one() -> None:
     found = answer("--model", "deepseek-v3", "--block-size", "16")
     assert found["machine"]["assumed"] is False
@@ -213,6 +219,7 @@ WRONG = [
         ["--model", "glm-5", "--sparse", "--op", "prefill"],
         ["op got prefill; needs sparse_decode with --sparse"],
     ),
+    (["--model", "glm-5", "--cached-context"], ["op got decode; needs prefill with --cached-context"]),
     (["--model", "glm-5", "--block-size", "0", "--machine", "cpu"], ["block_size got 0; needs at least 1"]),
     (["--model", "deepseek-v3", "--op", "index_topk"], ["op got index_topk; needs a model with an index"]),
 ]

@@ -86,7 +86,7 @@ def choices(sites: Collection[Site], machine: Machine, dtype: torch.dtype) -> tu
                 qk_nope_head_dim=site.qk_nope_head_dim,
                 v_head_dim=site.v_head_dim,
                 q_len=settings.prefill_threshold,
-                features=sinks | {Feature.MULTI_TOKEN},
+                features=sinks | {Feature.MULTI_TOKEN, Feature.CACHED_CONTEXT},
             )
         )
     if site.topk:
