@@ -29,6 +29,7 @@ def decode(
     causal: bool = True,
     sinks: Tensor | None = None,
     kv_format: str | None = None,
+    q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
@@ -39,7 +40,7 @@ def decode(
     """Attend each query token to its sequence's paged latent cache (absorbed form).
 
     Args:
-        ql_nope: [T, H, L] fp32, bf16 or fp16. Queries after `absorb_q`.
+        ql_nope: [T, H, L] fp32, bf16, fp16, or fp8 like the cache. Queries after `absorb_q`.
         q_pe: [T, H, R], same dtype. Rotated.
         kv_cache: [num_blocks, block_size, row], kv_c then k_pe, or a KVCache.
         block_table: [B, max_blocks] int32. Pages past seq_lens are never read.
@@ -49,15 +50,18 @@ def decode(
         causal: Row t of q_len sees the first seq_len - q_len + 1 + t keys; False: all of them.
         sinks: [H] fp32 logits, added to each row's denominator.
         kv_format: Name of a row of KV_FORMATS. None: the cache's dtype says it.
+        q_scale: [1] fp32. Multiplies fp8 query values. Required with fp8 queries, which need a cache with one
+            scale and values of the same dtype.
         k_scale: [1] fp32. Multiplies fp8 cache values. Required with an fp8 cache.
         return_lse: Whether to return the lse.
-        out: [T, H, L] to write into.
+        out: [T, H, L] to write into, dtype of ql_nope; with fp8 queries bf16 or fp16.
         lse: [T, H] fp32 to write into; needs return_lse.
         backend: A registry name, or "auto" for the first that accepts. Never falls back.
         check: Read device tensors back to check their values; this syncs.
 
     Returns:
-        out: [T, H, L], dtype of ql_nope. 0 where a row attends to nothing.
+        out: [T, H, L], dtype of ql_nope; with fp8 queries bf16, or that of the `out` given. 0 where a row
+            attends to nothing.
         lse: [T, H] fp32, natural log, sinks excluded, -inf where a row attends to nothing.
             None unless asked for.
 
@@ -71,7 +75,7 @@ def decode(
     cache = _cache_of(reasons, ql_nope, q_pe, kv_cache, kv_format, k_scale, check)
     batch = None
     if cache is not None:
-        contract.check_queries(reasons, ql_nope, q_pe, cache, sm_scale, sinks, None, None)
+        contract.check_queries(reasons, ql_nope, q_pe, cache, sm_scale, sinks, None, None, q_scale, check)
         batch = contract.check_batch(
             reasons,
             block_table=block_table,
@@ -90,7 +94,15 @@ def decode(
     features = plans.features(batch, sinks=sinks is not None, return_lse=return_lse)
     plan = plans.decode_plan(batch, replace(facts, q_len=batch.max_q_len, features=features), backend)
     return plan.run(
-        ql_nope, q_pe, cache, sm_scale=sm_scale, sinks=sinks, return_lse=return_lse, out=out, lse=lse
+        ql_nope,
+        q_pe,
+        cache,
+        sm_scale=sm_scale,
+        sinks=sinks,
+        q_scale=q_scale,
+        return_lse=return_lse,
+        out=out,
+        lse=lse,
     )
 
 
@@ -104,6 +116,7 @@ def sparse_decode(
     counts: Tensor | None = None,
     sinks: Tensor | None = None,
     kv_format: str | None = None,
+    q_scale: Tensor | None = None,
     k_scale: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
@@ -114,7 +127,7 @@ def sparse_decode(
     """Attend each query token to the cache slots that its indices name (absorbed form).
 
     Args:
-        ql_nope: [T, H, L] fp32, bf16 or fp16. Queries after `absorb_q`.
+        ql_nope: [T, H, L] fp32, bf16, fp16, or fp8 like the cache. Queries after `absorb_q`.
         q_pe: [T, H, R], same dtype. Rotated.
         kv_cache: [num_blocks, block_size, row], kv_c then k_pe, or a KVCache.
         indices: [T, K] int32 slots, page * block_size + offset. -1 is no key and never read; a slot that is
@@ -123,15 +136,18 @@ def sparse_decode(
         counts: [T] int32. Only the first counts[t] indices of a row count. None: all K.
         sinks: [H] fp32 logits, added to each row's denominator.
         kv_format: Name of a row of KV_FORMATS. None: the cache's dtype says it.
+        q_scale: [1] fp32. Multiplies fp8 query values. Required with fp8 queries, which need a cache with one
+            scale and values of the same dtype.
         k_scale: [1] fp32. Multiplies fp8 cache values. Required with an fp8 cache.
         return_lse: Whether to return the lse.
-        out: [T, H, L] to write into.
+        out: [T, H, L] to write into, dtype of ql_nope; with fp8 queries bf16 or fp16.
         lse: [T, H] fp32 to write into; needs return_lse.
         backend: A registry name, or "auto" for the first that accepts. Never falls back.
         check: Read device tensors back to check their values; this syncs.
 
     Returns:
-        out: [T, H, L], dtype of ql_nope. 0 where a row attends to nothing.
+        out: [T, H, L], dtype of ql_nope; with fp8 queries bf16, or that of the `out` given. 0 where a row
+            attends to nothing.
         lse: [T, H] fp32, natural log, sinks excluded, -inf where a row attends to nothing.
             None unless asked for.
 
@@ -144,7 +160,7 @@ def sparse_decode(
     reasons = Reasons("sparse_decode")
     cache = _cache_of(reasons, ql_nope, q_pe, kv_cache, kv_format, k_scale, check)
     if cache is not None and contract.check_queries(
-        reasons, ql_nope, q_pe, cache, sm_scale, sinks, None, None
+        reasons, ql_nope, q_pe, cache, sm_scale, sinks, None, None, q_scale, check
     ):
         contract.check_indices(reasons, indices, counts, cache, ql_nope.shape[0], ql_nope.device, check)
     reasons.raise_if_any()
@@ -161,6 +177,7 @@ def sparse_decode(
         sm_scale=sm_scale,
         counts=counts,
         sinks=sinks,
+        q_scale=q_scale,
         return_lse=return_lse,
         out=out,
         lse=lse,
@@ -429,8 +446,8 @@ def _cache_of(
     k_scale: Tensor | None,
     check: bool,
 ) -> KVCache | None:
-    sized = contract.check_tensor(reasons, "ql_nope", ql_nope, (None, None, None), contract.Q_DTYPES)
-    sized &= contract.check_tensor(reasons, "q_pe", q_pe, (None, None, None), contract.Q_DTYPES)
+    sized = contract.check_tensor(reasons, "ql_nope", ql_nope, (None, None, None), contract.ABSORBED_Q_DTYPES)
+    sized &= contract.check_tensor(reasons, "q_pe", q_pe, (None, None, None), contract.ABSORBED_Q_DTYPES)
     if not sized:
         return None
     return planned.opened(reasons, kv_cache, ql_nope.shape[-1], q_pe.shape[-1], kv_format, k_scale, check)

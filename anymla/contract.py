@@ -16,20 +16,24 @@ from torch import Tensor
 
 from anymla.errors import Reasons
 from anymla.kv_cache import KVCache
+from anymla.problem import canonical_name
 
 Q_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Dtypes of queries and latents of attention; there fp8 is a cache format, not a query dtype."""
+"""Dtypes of latents, and of queries without a scale."""
 
-INDEX_Q_DTYPES = (*Q_DTYPES, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
-"""Dtypes of index queries; the scale of an fp8 one is in its weight."""
+FP8_Q_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+"""Dtypes of queries that have one: q_scale in a decode, a part of the weight in an indexer."""
+
+ABSORBED_Q_DTYPES = INDEX_Q_DTYPES = (*Q_DTYPES, *FP8_Q_DTYPES)
+"""Dtypes of the queries of decodes, and of index queries."""
 
 
 class AttentionOutput(NamedTuple):
     """What every attention returns, in these units and no others.
 
     Attributes:
-        out: [T, H, L] latent output (decode) or [T, H, V] (prefill), dtype of the queries.
-            0 for a row that attends to nothing.
+        out: [T, H, L] latent output (decode) or [T, H, V] (prefill), dtype of the queries; of queries in
+            fp8 bf16, or that of the caller's `out`. 0 for a row that attends to nothing.
         lse: [T, H] fp32, natural log, sinks excluded, -inf for a row that attends to nothing.
             None unless asked for.
     """
@@ -156,7 +160,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class DecodeArgs:
-    """A checked dense decode. The backend fills `out`, and `lse` if it is there."""
+    """A checked dense decode. The backend fills `out`, and `lse` if it is there; fp8 queries have a scale."""
 
     ql_nope: Tensor
     q_pe: Tensor
@@ -165,6 +169,7 @@ class DecodeArgs:
     sinks: Tensor | None
     out: Tensor
     lse: Tensor | None
+    q_scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -180,6 +185,7 @@ class SparseArgs:
     sinks: Tensor | None
     out: Tensor
     lse: Tensor | None
+    q_scale: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -285,11 +291,11 @@ def check_output(
     name: str,
     tensor: Tensor,
     shape: Sequence[int],
-    dtype: torch.dtype,
+    dtypes: Sequence[torch.dtype],
     device: torch.device,
 ) -> None:
     """Note an output tensor that cannot be written in place."""
-    if check_tensor(reasons, name, tensor, shape, (dtype,), device, "from the queries"):
+    if check_tensor(reasons, name, tensor, shape, dtypes, device, "from the queries"):
         own = all(n <= 1 or s > 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         reasons.need(own, name, f"strides {tensor.stride()}", "memory of its own for every element")
 
@@ -325,12 +331,8 @@ def check_batch(
         reasons, "block_table", block_table, (num_seqs, None), (torch.int32,), origin="B from seq_lens"
     )
     if table_fits:
-        reasons.need(
-            block_table.device == device,
-            "block_table",
-            f"device {block_table.device}",
-            f"{device}, that of seq_lens",
-        )
+        here = f"{device}, that of seq_lens"
+        reasons.need(block_table.device == device, "block_table", f"device {block_table.device}", here)
     if qo_indptr is None:
         qo_indptr_host = range(num_seqs + 1)
         qo_indptr = _one_each(num_seqs, device)
@@ -360,12 +362,8 @@ def check_batch(
         longest_q = max(q_lens, default=0)
         num_tokens = indptr[-1] if num_tokens is None else num_tokens
         max_q_len = longest_q if max_q_len is None else max_q_len
-        reasons.need(
-            indptr[-1] <= num_tokens,
-            "qo_indptr",
-            f"last value {indptr[-1]}",
-            f"at most {num_tokens}, the query tokens",
-        )
+        last, most = f"last value {indptr[-1]}", f"at most {num_tokens}, the query tokens"
+        reasons.need(indptr[-1] <= num_tokens, "qo_indptr", last, most)
         reasons.need(longest_q <= max_q_len, "max_q_len", max_q_len, f"at least {longest_q}, from qo_indptr")
     else:
         reasons.need(
@@ -419,14 +417,15 @@ def check_queries(
     sinks: Tensor | None,
     num_tokens: int | None,
     num_heads: int | None,
+    q_scale: Tensor | None = None,
+    check: bool = False,
 ) -> bool:
     """Note what is wrong with absorbed queries for this cache; True if their shapes can be used further."""
     check_scale(reasons, sm_scale)
-    origin = "T from qo_indptr, H, L from the cache"
-    if not check_tensor(
-        reasons, "ql_nope", ql_nope, (num_tokens, num_heads, cache.kv_lora_rank), Q_DTYPES, origin=origin
-    ):
+    shape, origin = (num_tokens, num_heads, cache.kv_lora_rank), "T from qo_indptr, H, L from the cache"
+    if not check_tensor(reasons, "ql_nope", ql_nope, shape, ABSORBED_Q_DTYPES, origin=origin):
         return False
+    _check_q_scale(reasons, ql_nope, cache, q_scale, check)
     tokens, heads = ql_nope.shape[:2]
     reasons.need(heads > 0, "num_heads", heads, "at least 1")
     right = check_tensor(
@@ -438,14 +437,15 @@ def check_queries(
         ql_nope.device,
         "T, H from ql_nope, R from the cache",
     )
-    reasons.need(
-        cache.device == ql_nope.device,
-        "kv_cache",
-        f"device {cache.device}",
-        f"{ql_nope.device}, that of the queries",
-    )
+    here = f"{ql_nope.device}, that of the queries"
+    reasons.need(cache.device == ql_nope.device, "kv_cache", f"device {cache.device}", here)
     check_sinks(reasons, sinks, heads, ql_nope.device)
     return right
+
+
+def out_dtypes(q_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """What `out` may be for these queries, and what it is unless given first."""
+    return (torch.bfloat16, torch.float16) if q_dtype in FP8_Q_DTYPES else (q_dtype,)
 
 
 def check_index_queries(
@@ -552,6 +552,26 @@ def _check_pages(
             f"{int(table[b, i])} at [{b}, {i}]",
             f"0 to {num_blocks - 1}, the pages of the cache",
         )
+
+
+def _check_q_scale(
+    reasons: Reasons, ql_nope: Tensor, cache: KVCache, q_scale: Tensor | None, check: bool
+) -> None:
+    """Note a scale without queries in fp8, or those without a scale or over a cache that is unlike them."""
+    if ql_nope.dtype not in FP8_Q_DTYPES:
+        needs = f"None: queries in {_word(ql_nope.dtype)} have no scale"
+        reasons.need(q_scale is None, "q_scale", "a tensor", needs)
+        return
+    like = canonical_name(str(ql_nope.dtype))
+    needs = f"{like}, as the queries have it"
+    reasons.need(cache.format.name == like, "kv_cache", f"format {cache.format.name}", needs)
+    if q_scale is None:
+        reasons.need(False, "q_scale", None, f"[1] fp32, what multiplies queries in {like}")
+    elif check_tensor(reasons, "q_scale", q_scale, (1,), (torch.float32,), ql_nope.device) and (
+        on_host(q_scale) or (check and q_scale.device.type != "meta")
+    ):
+        value = q_scale.item()
+        reasons.need(0 < value < math.inf, "q_scale", value, "a positive finite number")
 
 
 def _one_each(num_seqs: int, device: torch.device) -> Tensor:

@@ -12,16 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anymla import api
+from anymla import api, contract
 
 _CACHE = "str? kv_format=None, Tensor? k_scale=None, str backend='auto'"
+_QUERIES = "Tensor? q_scale=None"
 _PAGES = "Tensor block_table, Tensor seq_lens"
 
 _SCHEMAS = {
     "decode": "Tensor ql_nope, Tensor q_pe, Tensor kv_cache, *, "
-    f"{_PAGES}, float sm_scale, Tensor? qo_indptr=None, bool causal=True, Tensor? sinks=None, {_CACHE}",
+    f"{_PAGES}, float sm_scale, Tensor? qo_indptr=None, bool causal=True, Tensor? sinks=None, "
+    f"{_CACHE}, {_QUERIES}",
     "sparse_decode": "Tensor ql_nope, Tensor q_pe, Tensor kv_cache, *, "
-    f"Tensor indices, float sm_scale, Tensor? counts=None, Tensor? sinks=None, {_CACHE}",
+    f"Tensor indices, float sm_scale, Tensor? counts=None, Tensor? sinks=None, {_CACHE}, {_QUERIES}",
     "prefill": "Tensor q_nope, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor w_uk, Tensor w_uv, *, "
     "Tensor qo_indptr, float sm_scale, Tensor? kv_cache=None, Tensor? block_table=None, "
     f"Tensor? seq_lens=None, bool causal=True, Tensor? sinks=None, {_CACHE}",
@@ -42,7 +44,8 @@ def _attention(name: str, function: Callable[..., Any], out_shape: Callable[...,
 
     def fake(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         queries, shape = args[0], out_shape(*args)
-        return queries.new_empty(shape), queries.new_empty(shape[:2], dtype=torch.float32)
+        dtype = contract.out_dtypes(queries.dtype)[0]
+        return queries.new_empty(shape, dtype=dtype), queries.new_empty(shape[:2], dtype=torch.float32)
 
     _register(name, f"({_SCHEMAS[name]}) -> (Tensor, Tensor)", functional, fake)
     written = "Tensor(a!) out, Tensor(b!)? lse=None"

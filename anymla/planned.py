@@ -67,6 +67,13 @@ class Plan:
             not return_lse or Feature.LSE in offered, "return_lse", True, f"False, {planned} return_lse=True"
         )
 
+    def _knows(self, reasons: Reasons, q: Tensor) -> None:
+        """Queries in fp8 are planned as such; what is planned so may come in more bits as well."""
+        if isinstance(q, Tensor) and q.dtype in contract.FP8_Q_DTYPES:
+            given, planned = canonical_name(str(q.dtype)), self.problem.q_dtype
+            needs = f"{planned}, as planned; plan again with q_dtype={q.dtype}"
+            reasons.need(given == planned, "ql_nope", f"dtype {given}", needs)
+
 
 @dataclass
 class StepPlan(Plan):
@@ -101,6 +108,7 @@ class DecodePlan(StepPlan):
         *,
         sm_scale: float,
         sinks: Tensor | None = None,
+        q_scale: Tensor | None = None,
         k_scale: Tensor | None = None,
         return_lse: bool = False,
         out: Tensor | None = None,
@@ -114,15 +122,17 @@ class DecodePlan(StepPlan):
         reasons = Reasons("decode")
         cache = self._opened(reasons, kv_cache, k_scale)
         self._allows(reasons, sinks, return_lse)
+        self._knows(reasons, ql_nope)
         if cache is not None:
+            tokens, heads = self.batch.num_tokens, self.problem.num_heads
             contract.check_queries(
-                reasons, ql_nope, q_pe, cache, sm_scale, sinks, self.batch.num_tokens, self.problem.num_heads
+                reasons, ql_nope, q_pe, cache, sm_scale, sinks, tokens, heads, q_scale=q_scale
             )
         if not reasons.found:
             out, lse = outputs(reasons, ql_nope.shape, ql_nope, out, lse, return_lse)
         reasons.raise_if_any()
         assert cache is not None and out is not None
-        args = contract.DecodeArgs(ql_nope, q_pe, cache, float(sm_scale), sinks, out, lse)
+        args = contract.DecodeArgs(ql_nope, q_pe, cache, float(sm_scale), sinks, out, lse, q_scale)
         module_of(self.choice).decode(args, self.state)
         return AttentionOutput(out, lse)
 
@@ -143,6 +153,7 @@ class SparsePlan(Plan):
         sm_scale: float,
         counts: Tensor | None = None,
         sinks: Tensor | None = None,
+        q_scale: Tensor | None = None,
         k_scale: Tensor | None = None,
         return_lse: bool = False,
         out: Tensor | None = None,
@@ -153,9 +164,11 @@ class SparsePlan(Plan):
         reasons = Reasons("sparse_decode")
         cache = self._opened(reasons, kv_cache, k_scale)
         self._allows(reasons, sinks, return_lse)
+        self._knows(reasons, ql_nope)
         if cache is not None:
+            tokens, heads = self.num_tokens, self.problem.num_heads
             contract.check_queries(
-                reasons, ql_nope, q_pe, cache, sm_scale, sinks, self.num_tokens, self.problem.num_heads
+                reasons, ql_nope, q_pe, cache, sm_scale, sinks, tokens, heads, q_scale=q_scale, check=check
             )
             contract.check_indices(reasons, indices, counts, cache, self.num_tokens, ql_nope.device, check)
             if isinstance(indices, Tensor) and indices.dim() == 2:
@@ -170,7 +183,9 @@ class SparsePlan(Plan):
             out, lse = outputs(reasons, ql_nope.shape, ql_nope, out, lse, return_lse)
         reasons.raise_if_any()
         assert cache is not None and out is not None
-        args = contract.SparseArgs(ql_nope, q_pe, cache, indices, counts, float(sm_scale), sinks, out, lse)
+        args = contract.SparseArgs(
+            ql_nope, q_pe, cache, indices, counts, float(sm_scale), sinks, out, lse, q_scale
+        )
         module_of(self.choice).sparse_decode(args, self.state)
         return AttentionOutput(out, lse)
 
@@ -258,7 +273,7 @@ class IndexPlan(StepPlan):
             given, planned = canonical_name(str(q.dtype)), problem.q_dtype
             reasons.need(given == planned, "q", f"dtype {given}", f"{planned}, as planned")
             if out is not None:
-                contract.check_output(reasons, "out", out, (tokens, problem.topk), torch.int32, q.device)
+                contract.check_output(reasons, "out", out, (tokens, problem.topk), (torch.int32,), q.device)
         reasons.raise_if_any()
         assert cache is not None
         if out is None:
@@ -282,14 +297,15 @@ def outputs(
     return_lse: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
     """The caller's output tensors, checked, or new ones; None while something is wrong."""
+    dtypes = contract.out_dtypes(like.dtype)
     if out is not None:
-        contract.check_output(reasons, "out", out, shape, like.dtype, like.device)
+        contract.check_output(reasons, "out", out, shape, dtypes, like.device)
     if lse is not None:
         reasons.need(return_lse, "lse", "a tensor", "return_lse=True")
-        contract.check_output(reasons, "lse", lse, shape[:2], torch.float32, like.device)
+        contract.check_output(reasons, "lse", lse, shape[:2], (torch.float32,), like.device)
     if reasons.found:
         return None, None
-    out = torch.empty(shape, dtype=like.dtype, device=like.device) if out is None else out
+    out = torch.empty(shape, dtype=dtypes[0], device=like.device) if out is None else out
     if return_lse and lse is None:
         lse = torch.empty(shape[:2], dtype=torch.float32, device=like.device)
     return out, lse

@@ -39,7 +39,8 @@ def plan_decode(
         num_heads: H, the heads of this rank.
         kv_lora_rank: L.
         qk_rope_head_dim: R, 0 for rope-free models.
-        q_dtype: Dtype of the queries: fp32, bf16 or fp16; an fp8 lets a backend round them to it.
+        q_dtype: Dtype of the queries: fp32, bf16 or fp16. With an fp8, `run` takes queries in it with a
+            q_scale, and a backend may round those of 16 bits to it.
         kv_format: Name of a row of KV_FORMATS.
         sinks: Whether `run` will be given sinks.
         return_lse: Whether `run` may be asked for lse.
@@ -96,7 +97,8 @@ def plan_sparse_decode(
         kv_lora_rank: L.
         qk_rope_head_dim: R, 0 for rope-free models.
         block_size: Tokens a page.
-        q_dtype: Dtype of the queries: fp32, bf16 or fp16; an fp8 lets a backend round them to it.
+        q_dtype: Dtype of the queries: fp32, bf16 or fp16. With an fp8, `run` takes queries in it with a
+            q_scale, and a backend may round those of 16 bits to it.
         kv_format: Name of a row of KV_FORMATS.
         device: Where the step runs.
         sinks: Whether `run` will be given sinks.

@@ -32,6 +32,7 @@ def decode(
     sm_scale: float,
     causal: bool = True,
     sinks: Tensor | None = None,
+    q_scale: Tensor | None = None,
 ) -> AttentionOutput:
     """Attend each query token to its sequence's paged latent cache (absorbed form).
 
@@ -46,6 +47,7 @@ def decode(
         causal: Row t of a sequence's q_len tokens sees its first
             max(0, seq_len - q_len + 1 + t) keys; False: all.
         sinks: [H] logits, added to each row's denominator.
+        q_scale: [1], multiplies queries in fp8.
 
     Returns:
         out: [T, H, L] fp64. 0 where a row attends to nothing.
@@ -56,7 +58,7 @@ def decode(
 
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
     """
-    q = torch.cat((_fp64(ql_nope), _fp64(q_pe)), -1)
+    q = torch.cat((_fp64(ql_nope), _fp64(q_pe)), -1) * (1 if q_scale is None else _fp64(q_scale))
     out, lse = _empty_rows(ql_nope, ql_nope.shape[2])
     for sequence, seq_len, rows in _sequences(seq_lens, qo_indptr):
         if not rows:
@@ -78,6 +80,7 @@ def sparse_decode(
     counts: Tensor | None = None,
     sm_scale: float,
     sinks: Tensor | None = None,
+    q_scale: Tensor | None = None,
 ) -> AttentionOutput:
     """Attend each query token to the slots named for it (absorbed form).
 
@@ -89,6 +92,7 @@ def sparse_decode(
         counts: [T] int32. Entries of a row from its count on are not read. None: all K.
         sm_scale: Multiplies q·k.
         sinks: [H] logits, added to each row's denominator.
+        q_scale: [1], multiplies queries in fp8.
 
     Returns:
         out: [T, H, L] fp64. 0 where a row attends to nothing.
@@ -99,7 +103,7 @@ def sparse_decode(
 
     Source: DeepSeek-V3.2, arXiv 2512.02556, section 2.
     """
-    q = torch.cat((_fp64(ql_nope), _fp64(q_pe)), -1)
+    q = torch.cat((_fp64(ql_nope), _fp64(q_pe)), -1) * (1 if q_scale is None else _fp64(q_scale))
     out, lse = _empty_rows(ql_nope, ql_nope.shape[2])
     for row in range(q.shape[0]):
         slots = indices[row].to(torch.int64)

@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "planned": WORDS | CONTRACT | {"select"},
     "plans": WORDS | CONTRACT | {"select", "hardware", "planned"},
     "api": WORDS | CONTRACT | {"select", "hardware", "planned", "plans"},
-    "ops": {"api"},
+    "ops": {"api", "contract"},
     "distributed": WORDS | CONTRACT | MATHS | {"planned", "plans", "api"},
     "integrations": LIBRARY,
     "verification": LIBRARY | {"reference", "fp8"},

@@ -16,7 +16,7 @@ from anymla.models import MODELS
 from anymla.problem import OPS, Feature
 from anymla.verification import checks, eager, run
 from anymla.verification.batches import moved, num_sequences, take
-from anymla.verification.cases import AXES, DTYPES, INDEX_DTYPES, cases, offered
+from anymla.verification.cases import AXES, DTYPES, FP8_QUERIES, INDEX_DTYPES, cases, offered
 from anymla.verification.inputs import (
     SINKS,
     decode_inputs,
@@ -58,7 +58,7 @@ class TestMatrix:
     def test_every_value_of_every_fact_is_run(self, op):
         judged = [c.problem for c in FULL if c.check == "right" and c.problem.op == op]
         seen = {fact: {getattr(p, fact) for p in judged} for fact in ("q_dtype", "kv_format", "block_size")}
-        assert seen["q_dtype"] == set(INDEX_DTYPES if op == "index_topk" else DTYPES)
+        assert seen["q_dtype"] == set(INDEX_DTYPES if op in FP8_QUERIES else DTYPES)
         assert seen["kv_format"] == set(KV_FORMATS)
         assert seen["block_size"] >= set(AXES["block_size"])
         if op != "write_cache":
@@ -86,8 +86,9 @@ class TestMatrix:
 
     def test_what_is_not_offered_is_asked_for(self):
         refused = {(c.problem.op, c.fact) for c in FULL if c.check == "refusal"}
-        # Index queries may have any dtype.
-        every = {(op, fact) for op in OPS for fact in ("q_dtype", "features")} - {("index_topk", "q_dtype")}
+        # Absorbed and index queries may have any dtype.
+        every = {(op, fact) for op in OPS for fact in ("q_dtype", "features")}
+        every -= {(op, "q_dtype") for op in FP8_QUERIES}
         assert refused >= every
 
     def test_ids_are_distinct_and_the_same_every_time(self):

@@ -126,6 +126,89 @@ def test_a_wrong_decode_is_refused_in_words(changes, words) -> None:
     assert torch.equal(out, before)
 
 
+FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz
+
+
+def fp8_step(q_dtype=FN, **changes):
+    """The same with queries and a cache in fp8."""
+    call = step(k_scale=torch.full((1,), 0.5), q_scale=torch.full((1,), 2.0))
+    call |= {name: torch.zeros_like(call[name], dtype=q_dtype) for name in ("ql_nope", "q_pe")}
+    return call | {"kv_cache": torch.zeros(4, 4, 12).to(FN)} | changes
+
+
+WRONG_FP8_QUERIES = {
+    "no scale": (
+        {"q_scale": None},
+        r"q_scale got None; needs \[1\] fp32, what multiplies queries in fp8_e4m3fn",
+    ),
+    "scale of zero": ({"q_scale": torch.zeros(1)}, "q_scale got 0.0; needs a positive finite number"),
+    "scale of NaN": ({"q_scale": torch.full((1,), torch.nan)}, "q_scale got nan; needs a positive finite"),
+    "scale of infinity": ({"q_scale": torch.full((1,), torch.inf)}, "q_scale got inf; needs a positive"),
+    "scale a head": ({"q_scale": torch.ones(3)}, r"q_scale got shape \(3,\); needs \(1,\)"),
+    "scale in 16 bits": ({"q_scale": torch.ones(1).bfloat16()}, "q_scale got dtype bfloat16; needs float32"),
+    "a cache in more bits": (
+        {"kv_cache": torch.zeros(4, 4, 12), "k_scale": None},
+        "kv_cache got format fp32; needs fp8_e4m3fn, as the queries have it",
+    ),
+    "the other flavour": (
+        {"kv_cache": torch.zeros(4, 4, 12).to(FNUZ)},
+        "kv_cache got format fp8_e4m3fnuz; needs fp8_e4m3fn, as the queries have it",
+    ),
+    "q_pe in more bits": (
+        {"q_pe": torch.zeros(2, 3, 4)},
+        "q_pe got dtype float32; needs float8_e4m3fn",
+    ),
+    "out in fp8": (
+        {"out": torch.zeros(2, 3, 8).to(FN)},
+        "out got dtype float8_e4m3fn; needs bfloat16 or float16",
+    ),
+    "out in fp32": ({"out": torch.zeros(2, 3, 8)}, "out got dtype float32; needs bfloat16 or float16"),
+    "a scale beside more bits": (
+        step(q_scale=torch.ones(1), k_scale=None),
+        "q_scale got a tensor; needs None: queries in float32 have no scale",
+    ),
+}
+
+
+@pytest.mark.parametrize(("changes", "words"), WRONG_FP8_QUERIES.values(), ids=list(WRONG_FP8_QUERIES))
+def test_wrong_queries_in_fp8_are_refused_in_words(changes, words) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        anymla.decode(**fp8_step(**changes))
+
+
+def test_queries_in_fp8_name_all_that_they_lack_at_once() -> None:
+    with pytest.raises(InvalidInput) as refusal:
+        anymla.decode(**fp8_step(kv_cache=torch.zeros(4, 4, 12), k_scale=None, q_scale=None, sm_scale=0.0))
+    assert [reason.split()[0] for reason in refusal.value.reasons] == ["sm_scale", "kv_cache", "q_scale"]
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16, torch.float16], ids=["none", "bf16", "fp16"])
+def test_out_of_queries_in_fp8_is_bf16_or_what_is_given(out_dtype) -> None:
+    out = None if out_dtype is None else torch.full((2, 3, 8), torch.nan, dtype=out_dtype)
+    got = anymla.decode(**fp8_step(out=out), return_lse=True)
+    assert got.out.dtype == (out_dtype or torch.bfloat16) and not got.out.isnan().any()
+    assert got.lse is not None and got.lse.dtype == torch.float32
+    none = fp8_step(seq_lens=ints(0, 0))
+    assert torch.equal(anymla.decode(**none).out, torch.zeros(2, 3, 8, dtype=torch.bfloat16))
+
+
+def test_a_plan_for_fp8_takes_queries_in_it_and_in_more_bits_and_no_other_plan_takes_fp8() -> None:
+    call = fp8_step()
+    queries = [call.pop(name) for name in ("ql_nope", "q_pe", "kv_cache")]
+    batch = Batch.of(seq_lens=call.pop("seq_lens"), block_table=call.pop("block_table"), block_size=4)
+    widths = {"num_heads": 3, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "kv_format": "fp8_e4m3fn"}
+    plan = anymla.plan_decode(batch, **widths, q_dtype=FN)
+    assert plan.run(*queries, **call).out.dtype == torch.bfloat16
+    in_16_bits = *(q.half() for q in queries[:2]), queries[2]
+    assert plan.run(*in_16_bits, **(call | {"q_scale": None})).out.dtype == torch.float16
+    other = anymla.plan_decode(batch, **widths, q_dtype=torch.bfloat16)
+    words = (
+        r"ql_nope got dtype fp8_e4m3fn; needs bf16, as planned; plan again with q_dtype=torch.float8_e4m3fn"
+    )
+    with pytest.raises(InvalidInput, match=words):
+        other.run(*queries, **call)
+
+
 def test_all_reasons_come_at_once() -> None:
     with pytest.raises(InvalidInput) as refusal:
         anymla.decode(

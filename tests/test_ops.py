@@ -72,6 +72,25 @@ def test_the_in_place_op_is_what_its_schema_says(name: str) -> None:
     torch.library.opcheck(getattr(torch.ops.anymla, f"{name}_out").default, args, kwargs | outputs)
 
 
+@pytest.mark.parametrize("name", ["decode", "sparse_decode"])
+def test_queries_in_fp8_come_with_a_scale_and_give_bf16(name: str) -> None:
+    args, kwargs = call_named(name)
+    fp8 = [t.to(torch.float8_e4m3fn) for t in args]
+    scales = {"q_scale": torch.tensor([0.7]), "k_scale": torch.tensor([1.3])}
+    # To compare memory before and after, test_schema multiplies it, which torch does not in fp8.
+    tests = ("test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(getattr(torch.ops.anymla, name).default, fp8, kwargs | scales, test_utils=tests)
+    outputs, functional = new_outputs(name, fp8, kwargs | scales)
+    assert functional[0].dtype == torch.bfloat16
+    in_place = getattr(torch.ops.anymla, f"{name}_out")
+    into = kwargs | scales | {"out": torch.empty_like(outputs["out"])}
+    torch.library.opcheck(in_place.default, fp8, into, test_utils=tests)
+    in_place(*fp8, **kwargs, **scales, **outputs)
+    assert torch.equal(outputs["out"], functional[0])
+    direct = getattr(anymla, name)(*fp8, **kwargs, **scales, return_lse=True)
+    assert all(torch.equal(a, b) for a, b in zip(functional, direct, strict=True))
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "index_topk"])
 def test_in_place_and_without_an_lse_it_is_the_plain_attention(name: str) -> None:
     args, kwargs = call_named(name)

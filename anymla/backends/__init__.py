@@ -219,6 +219,13 @@ _CPU = Backend(
     source="torch on the CPU: fp32 accumulation in blocks of keys, any width",
 )
 
+# Queries in fp8 meet a cache of the same values, each with its scale.
+_FP8_QUERIES = tuple(
+    replace(row, op=one_of("decode", "sparse_decode"), q_dtype=one_of(fp8), kv_format=one_of(fp8))
+    for row in (_CPU,)
+    for fp8 in ("fp8_e4m3fn", "fp8_e4m3fnuz")
+)
+
 BACKENDS: tuple[Backend, ...] = (
     _HOPPER,
     replace(
@@ -254,4 +261,5 @@ BACKENDS: tuple[Backend, ...] = (
     replace(
         _CPU, op=one_of("index_topk"), q_dtype=one_of("fp32", "bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz")
     ),
+    *_FP8_QUERIES,
 )

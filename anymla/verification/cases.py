@@ -37,10 +37,13 @@ INDEX_DTYPES = {
     "fp8_e4m3fn": torch.float8_e4m3fn,
     "fp8_e4m3fnuz": torch.float8_e4m3fnuz,
 }
-"""Those of index queries."""
+"""Those of absorbed and of index queries."""
 
 WORK = 150_000_000
 """Products of a case, at most about: some tenths of a second for the fp64 reference."""
+
+FP8_QUERIES = ("decode", "sparse_decode", "index_topk")
+"""Operations whose queries may come in fp8."""
 
 _FEATURES = (Feature.LSE, Feature.SINKS, Feature.NON_CAUSAL)
 
@@ -190,7 +193,7 @@ def cases(backend: str, machine: Machine, *, quick: bool = False) -> tuple[Case,
     for op in OPS:
         for row in able:
             if row.op.accepts(op):
-                found += _drawn(row, op, COUNTS[op][0 if quick else 1])
+                found += _drawn(row, op, _count(row, op, quick))
         found += _of_models(op, quick)
         if op != "write_cache":
             again = [case for case in found if case.problem.op == op][:: 4 if quick else 5]
@@ -211,6 +214,12 @@ def offered(problem: Problem, backend: str, machine: Machine) -> bool:
 
 def _accepts(row: Backend, problem: Problem) -> bool:
     return all(getattr(row, fact).accepts(getattr(problem, fact)) for fact in Problem.__dataclass_fields__)
+
+
+def _count(row: Backend, op: str, quick: bool) -> int:
+    """Cases of a row; a quarter if it is for absorbed queries in fp8 alone, for another row has the rest."""
+    count = COUNTS[op][0 if quick else 1]
+    return count if op == "index_topk" or any(map(row.q_dtype.accepts, DTYPES)) else count // 4
 
 
 class _Deck:
@@ -240,8 +249,8 @@ def _drawn(row: Backend, op: str, count: int) -> Iterator[Case]:
     wide = "index_widths" if op == "index_topk" else "widths"
     plain = ("kv_format", "num_heads", "block_size", "q_len", "topk", "features")
     decks = {axis: offers(axis) for axis in plain}
-    # A call of attention takes no queries in fp8, whatever a kernel may round them to.
-    names = [name for name in INDEX_DTYPES if op == "index_topk" or not name.startswith("fp8")]
+    # A prefill and a write take nothing in fp8, whatever a kernel may round it to.
+    names = [name for name in INDEX_DTYPES if op in FP8_QUERIES or not name.startswith("fp8")]
     decks["q_dtype"] = _Deck(rng, [name for name in names if row.q_dtype.accepts(name)])
     decks["widths"] = offers(wide, "kv_lora_rank", "qk_rope_head_dim")
     decks["decompressed"] = offers("decompressed", "qk_nope_head_dim", "v_head_dim")
@@ -383,8 +392,10 @@ def _beyond(able: Iterable[Backend], backend: str, machine: Machine) -> Iterator
                     assert base is not None
                     problem = replace(base, **{fact: value})
                     if not getattr(row, fact).accepts(value) and not offered(problem, backend, machine):
-                        # What another row would take is refused for more than this fact.
-                        elsewhere = any(_accepts(one, problem) for one in rows)
+                        # What another row has is refused for more than this fact.
+                        elsewhere = any(
+                            one.op.accepts(op) and getattr(one, fact).accepts(value) for one in rows
+                        )
                         yield Case("refusal", problem, fact="row" if elsewhere else fact)
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from anymla import api, plans, reference, select
-from anymla.contract import AttentionOutput, Batch
+from anymla.contract import AttentionOutput, Batch, out_dtypes
 from anymla.errors import NoBackend
 from anymla.hardware.probe import Machine
 from anymla.planned import DecodePlan, Plan, PrefillPlan, SparsePlan
@@ -60,7 +60,8 @@ def outputs_of(call: Inputs, return_lse: bool, views: bool = False) -> dict[str,
     """The arguments that give an attention call its outputs, full of NaN."""
     like = call.tensors[0]
     lse = _outputs(call.shape[:2], torch.float32, like.device, views) if return_lse else None
-    return {"return_lse": return_lse, "out": _outputs(call.shape, like.dtype, like.device, views), "lse": lse}
+    out = _outputs(call.shape, out_dtypes(like.dtype)[0], like.device, views)
+    return {"return_lse": return_lse, "out": out, "lse": lse}
 
 
 def planned(call: Inputs, problem: Problem, backend: str, **bounds: int) -> Plan:
@@ -117,6 +118,8 @@ def run_planned(call: Inputs, plan: Plan, **outputs: Any) -> AttentionOutput:
     """Run an attention call by its plan; `outputs` are those of `outputs_of`, or return_lse alone."""
     options = call.options
     step: dict[str, Any] = {"sm_scale": options["sm_scale"], "sinks": options["sinks"], **outputs}
+    if "q_scale" in options:
+        step["q_scale"] = options["q_scale"]
     if isinstance(plan, SparsePlan):
         return plan.run(*call.tensors, indices=options["indices"], counts=options["counts"], **step)
     if isinstance(plan, PrefillPlan):

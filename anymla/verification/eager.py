@@ -56,9 +56,11 @@ def decode(
     sm_scale: float,
     causal: bool = True,
     sinks: Tensor | None = None,
+    q_scale: Tensor | None = None,
     loops: int = LOOPS,
 ) -> tuple[AttentionOutput, ...]:
     """Run `reference.decode` in the dtype of the queries, in several orders; arguments as there."""
+    ql_nope, q_pe, sm_scale = _in_16_bits(ql_nope, q_pe, sm_scale, q_scale)
     runs = _empty_runs(ql_nope, ql_nope.shape[2], loops)
     q = torch.cat((ql_nope, q_pe), -1)
     for group in _groups(_spans(seq_lens, qo_indptr), q.device):
@@ -89,9 +91,11 @@ def sparse_decode(
     counts: Tensor | None = None,
     sm_scale: float,
     sinks: Tensor | None = None,
+    q_scale: Tensor | None = None,
     loops: int = LOOPS,
 ) -> tuple[AttentionOutput, ...]:
     """Run `reference.sparse_decode` in the dtype of the queries, in several orders; arguments as there."""
+    ql_nope, q_pe, sm_scale = _in_16_bits(ql_nope, q_pe, sm_scale, q_scale)
     runs = _empty_runs(ql_nope, ql_nope.shape[2], loops)
     tokens, topk = indices.shape
     if not tokens:
@@ -175,6 +179,15 @@ def index_logits(
                 scores[:, : some.shape[1]] = some
             logits[row] = weights[row].float() @ scores.relu()
     return logits
+
+
+def _in_16_bits(
+    ql_nope: Tensor, q_pe: Tensor, sm_scale: float, q_scale: Tensor | None
+) -> tuple[Tensor, Tensor, float]:
+    """Queries in fp8 as bf16, which holds every one of them, and their scale in that of the scores."""
+    if q_scale is None:
+        return ql_nope, q_pe, sm_scale
+    return ql_nope.bfloat16(), q_pe.bfloat16(), sm_scale * q_scale.item()
 
 
 def _fp8_sums(q: Tensor, keys: Tensor) -> Tensor:

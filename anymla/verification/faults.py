@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -50,11 +50,12 @@ class Kernel:
     padded_heads: ClassVar[int] = 16
 
     def run(self, call: Inputs) -> AttentionOutput:
-        """Out in the dtype of the queries and lse in fp32."""
+        """Out in the dtype of the queries, of those in fp8 in bf16, and lse in fp32."""
         ql_nope, q_pe, cache = call.tensors
         heads, rank = ql_nope.shape[1:]
-        scale = self.scale(call)
+        scale = self.scale(call) * self.q_scale(call)
         q = self.pad(torch.cat((ql_nope, q_pe), -1))
+        q = q.bfloat16() if q.dtype.itemsize == 1 else q
         out = torch.full((*q.shape[:2], rank), torch.nan)
         lse = torch.full(q.shape[:2], torch.nan)
         for row, slots in enumerate(self.rows(call)):
@@ -62,11 +63,15 @@ class Kernel:
             found = self.merge([self.part(q[row], k, scale, rank) for k in self.split(keys)])
             out[row], lse[row] = found.out, _lse(found)
         out, lse = self.unpad(out, heads), self.unpad(lse, heads)
-        return AttentionOutput(self.finish(out, lse, call).to(ql_nope.dtype), self.shown(lse, call))
+        return AttentionOutput(self.finish(out, lse, call).to(q.dtype), self.shown(lse, call))
 
     def scale(self, call: Inputs) -> float:
         """What multiplies q·k."""
         return float(call.options["sm_scale"])
+
+    def q_scale(self, call: Inputs) -> float:
+        """What multiplies queries in fp8, as part of the scale of their scores."""
+        return float(call.options.get("q_scale", 1.0))
 
     def pad(self, q: Tensor) -> Tensor:
         """Queries of the kernel's number of heads."""
@@ -335,6 +340,13 @@ class ScaleIgnored(Kernel):
         return super().read(replace(cache, scale=torch.ones_like(cache.scale)), slots)
 
 
+class QueryScaleForgotten(Kernel):
+    name, inputs = "scale of the queries taken as 1", "fp8 queries"
+
+    def q_scale(self, call: Inputs) -> float:
+        return 1.0
+
+
 class MinusOneIsSlotZero(Kernel):
     name, source, inputs = "index -1 read as slot 0", "vLLM 0.33.0, ROCm sparse index remap", "sparse"
 
@@ -373,11 +385,9 @@ FAULTS: tuple[type[Kernel], ...] = tuple(Kernel.__subclasses__())
 """Every wrong kernel."""
 
 
-def _decode(length: int, *, kv_format: str = "bf16", poison: str = "needle") -> Inputs:
+def _decode(length: int, *, poison: str = "needle", **dtypes: Any) -> Inputs:
     lens, asked = (length, length - 1, 0, length), (1, 4, 1, 2)
-    return decode_inputs(
-        WIDTHS, lens, asked, seed=length, kv_format=kv_format, block_size=BLOCK_SIZE, poison=poison
-    )
+    return decode_inputs(WIDTHS, lens, asked, seed=length, block_size=BLOCK_SIZE, poison=poison, **dtypes)
 
 
 def _sparse(length: int) -> Inputs:
@@ -390,6 +400,7 @@ INPUTS = {
     "decode": _decode,
     "nan": lambda length: _decode(length, poison="nan"),
     "fnuz": lambda length: _decode(length, kv_format="fp8_e4m3fnuz"),
+    "fp8 queries": lambda length: _decode(length, q_dtype=torch.float8_e4m3fn, kv_format="fp8_e4m3fn"),
     "sparse": _sparse,
 }
 """What a kernel is tried at, by name: cached tokens to a call."""

@@ -17,7 +17,7 @@ from anymla.kv_cache import KV_FORMATS
 from anymla.models import MODELS
 from anymla.problem import OPS, Feature, Problem
 from anymla.verification.batches import moved, num_sequences
-from anymla.verification.cases import Case, offered
+from anymla.verification.cases import DTYPES, Case, offered
 from anymla.verification.checks import judged, outputs_of, planned, run_call, run_planned, same_bits
 from anymla.verification.inputs import Inputs
 from anymla.verification.judge import Judgement, together, wrong
@@ -201,7 +201,11 @@ def _family(backend: str, machine: Machine, seed: int, index: int, extent: Exten
             p = family.problem
             held = KV_FORMATS[p.kv_format].refusal(p.kv_lora_rank, p.qk_rope_head_dim) is None
             if held and offered(p, backend, machine):
-                return family
+                # Of those that can have queries in fp8 a third do.
+                alike = replace(p, q_dtype=p.kv_format)
+                able = p.op in ("decode", "sparse_decode") and p.kv_format not in DTYPES
+                in_fp8 = able and offered(alike, backend, machine) and rng.random() < 1 / 3
+                return replace(family, problem=alike) if in_fp8 else family
     raise AssertionError(f"{backend} offers nothing that is drawn on {machine.arch}")
 
 

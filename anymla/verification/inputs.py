@@ -19,7 +19,7 @@ from anymla.contract import AttentionOutput
 from anymla.kv_cache import KV_FORMATS, KVCache
 from anymla.verification import eager
 from anymla.verification.memory import Draw, Memory
-from anymla.verification.needles import COMMON, Needles, Widths
+from anymla.verification.needles import COMMON, Q_SCALE, Needles, Widths
 
 SINKS = ("none", "near", "infinite")
 """Sinks: none, drawn near the lse of the rows, or those with +inf and -inf among them."""
@@ -73,7 +73,7 @@ def decode_inputs(
         q_lens: Query tokens of each sequence; None is one each, without qo_indptr. With them, one query token
             more belongs to no sequence.
         seed: Of everything drawn.
-        q_dtype: Of the queries.
+        q_dtype: Of the queries; an fp8 comes with a q_scale.
         kv_format: Name of a row of KV_FORMATS.
         block_size: Tokens a page.
         causal: See reference.decode.
@@ -98,6 +98,7 @@ def decode_inputs(
         "qo_indptr": None if q_lens is None else _indptr(asked),
         "sm_scale": widths.sm_scale,
         "causal": causal,
+        **_scale_of(ql_nope),
     }
     plain = eager.decode(ql_nope, q_pe, cache, **options, loops=0)[0]
     options["sinks"] = _sinks(draw, plain, sinks)
@@ -130,7 +131,7 @@ def sparse_inputs(
         topk: K.
         num_tokens: T.
         seed: Of everything drawn.
-        q_dtype: Of the queries.
+        q_dtype: Of the queries; an fp8 comes with a q_scale.
         kv_format: Name of a row of KV_FORMATS.
         block_size: Tokens a page.
         sinks: One of SINKS.
@@ -172,6 +173,7 @@ def sparse_inputs(
             row[0] = row[last]
         indices[t] = row
     options: dict[str, Any] = {"indices": indices, "counts": counts, "sm_scale": widths.sm_scale}
+    options |= _scale_of(ql_nope)
     lse = eager.sparse_decode(ql_nope, q_pe, cache, **options, loops=0)[0]
     options["sinks"] = _sinks(draw, lse, sinks)
     shape = (num_tokens, widths.num_heads, widths.kv_lora_rank)
@@ -368,6 +370,11 @@ def _sinks(draw: Draw, plain: AttentionOutput, kind: str) -> Tensor | None:
         near[0::3] = torch.inf
         near[1::3] = -torch.inf
     return near
+
+
+def _scale_of(q: Tensor) -> dict[str, Tensor]:
+    """The scale of queries in fp8, as the argument that it is; nothing for others."""
+    return {"q_scale": torch.tensor([Q_SCALE])} if q.dtype.itemsize == 1 else {}
 
 
 def _odd(t: Tensor, views: bool) -> Tensor:

@@ -13,6 +13,9 @@ from anymla.verification.memory import Draw, Memory, Pages
 COMMON = 8.0
 """How far the queries lean towards the needles, in standard deviations of a latent."""
 
+Q_SCALE = 0.0371
+"""Of queries in fp8: no power of two, and none of them saturates."""
+
 
 @dataclass(frozen=True)
 class Widths:
@@ -71,9 +74,10 @@ class Needles:
         return keys
 
     def queries(self, tokens: int, q_dtype: torch.dtype, views: bool) -> tuple[Tensor, Tensor]:
-        """[T, H, L] and [T, H, R] absorbed queries, which lean towards the direction."""
+        """[T, H, L] and [T, H, R] absorbed queries, which lean towards the direction; in fp8 with Q_SCALE."""
         width, rank = len(self.direction), self.widths.kv_lora_rank
         q = self.draw.normal(tokens, self.widths.num_heads, width) + COMMON * self.direction
+        q = q / Q_SCALE if q_dtype.itemsize == 1 else q
         if not views:
             return q[..., :rank].to(q_dtype).contiguous(), q[..., rank:].to(q_dtype).contiguous()
         # Heads outermost, in one buffer with the RoPE part and three elements more.
@@ -84,7 +88,8 @@ class Needles:
     def cache(self, memory: Memory, pages: Pages, keys: Sequence[Tensor], q_dtype: torch.dtype) -> KVCache:
         """The cache of these pages, with the keys of each sequence; everything else in it is poison."""
         rank, rope = self.widths.kv_lora_rank, self.widths.qk_rope_head_dim
-        live = torch.cat([*keys, torch.zeros(0, rank + rope)]).to(q_dtype)
+        new_dtype = torch.bfloat16 if q_dtype.itemsize == 1 else q_dtype
+        live = torch.cat([*keys, torch.zeros(0, rank + rope)]).to(new_dtype)
         row = KV_FORMATS[memory.kv_format]
         scale = calibrate_scale(live[:, :rank], live[:, rank:], row.name) if row.scaled else None
         cache = memory.poisoned(pages.num_blocks, rank, rope, scale)

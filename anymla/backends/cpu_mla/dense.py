@@ -9,7 +9,7 @@ from torch import Tensor
 
 from anymla.backends.cpu_mla.softmax import RunningSums, Softmax, columns
 from anymla.backends.cpu_mla.tiles import TILE, KeyTiles
-from anymla.contract import Batch, DecodeArgs
+from anymla.contract import Batch, DecodeArgs, SparseArgs
 from anymla.hardware.probe import Machine
 from anymla.problem import Problem
 
@@ -114,6 +114,11 @@ def decode(args: DecodeArgs, state: DecodeState) -> None:
     clear_rows(args.out, args.lse, bounds[-1])
 
 
+def score_scale(args: DecodeArgs | SparseArgs) -> float:
+    """What multiplies q·k, the scale of queries in fp8 included."""
+    return args.sm_scale if args.q_scale is None else args.sm_scale * args.q_scale.item()
+
+
 def clear_rows(out: Tensor, lse: Tensor | None, first: int) -> None:
     """Write the rows that belong to no sequence."""
     out[first:].zero_()
@@ -126,7 +131,7 @@ def _attend(
 ) -> None:
     """Tokens first to last - 1; the first sees `visible` keys, each later one one more if causal."""
     count, rows, causal = last - first, state.rows, state.batch.causal
-    q = rows.queries(args.ql_nope[first:last], args.q_pe[first:last], args.sm_scale)
+    q = rows.queries(args.ql_nope[first:last], args.q_pe[first:last], score_scale(args))
     sums = rows.sums(count)
     num_keys = min(visible + count - 1, seq_len) if causal else seq_len
     for begin in range(0, num_keys, TILE):

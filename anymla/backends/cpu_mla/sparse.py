@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from anymla.backends.cpu_mla.dense import RowBlock
+from anymla.backends.cpu_mla.dense import RowBlock, score_scale
 from anymla.backends.cpu_mla.tiles import TILE, KeyTiles
 from anymla.contract import SparseArgs
 from anymla.hardware.probe import Machine
@@ -62,7 +62,7 @@ def sparse_decode(args: SparseArgs, state: SparseState) -> None:
         slots = _keys_of(
             args.indices[token] if counts is None else args.indices[token, : counts[token]], state
         )
-        q = rows.queries(args.ql_nope[one], args.q_pe[one], args.sm_scale)
+        q = rows.queries(args.ql_nope[one], args.q_pe[one], score_scale(args))
         sums = rows.sums(1)
         for begin in range(0, slots.shape[0], TILE):
             keys = state.tiles.load_slots(args.cache, slots[begin : begin + TILE])
