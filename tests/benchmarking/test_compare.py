@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from anymla import reference
+from anymla.benchmarking import peers
+from anymla.benchmarking.peers import NotTaken, called, splits_of_vllm
 from anymla.benchmarking.suite import Row
 from anymla.kv_cache import KV_FORMATS, KVCache
 from benchmarks import compare
-from benchmarks.compare import NotTaken, called
 
 CPU = torch.device("cpu")
 
@@ -131,16 +132,30 @@ class Wrapper:
 
 
 class NewerWrapper(Wrapper):
-    """The same with structural arguments only."""
+    """FlashInfer of 2026: backends, one object of metadata beside the flat arguments, fp8 with a scale."""
 
-    def plan(self, *, metadata, query_layout, kv_cache_layout, num_heads, head_dim_ckv, head_dim_kpe,
-             page_size, causal, sm_scale, q_data_type, kv_data_type):  # fmt: skip
-        assert query_layout == kv_cache_layout == "split"
+    def __init__(self, float_workspace_buffer, use_cuda_graph=False, backend="auto"):
+        super().__init__(float_workspace_buffer)
+        if backend == "fa2":
+            raise RuntimeError("no compiler")
+
+    def plan(self, qo_indptr=None, kv_indptr=None, kv_indices=None, kv_len_arr=None, num_heads=None,
+             head_dim_ckv=None, head_dim_kpe=None, page_size=None, causal=None, sm_scale=None,
+             q_data_type=None, kv_data_type=None, *, metadata=None, query_layout=None, kv_cache_layout=None,
+             scale_mode="default"):  # fmt: skip
+        assert qo_indptr is None and query_layout == kv_cache_layout == "split"
+        assert (scale_mode == "kv-per-tensor") == (kv_data_type == torch.float8_e4m3fn)
         widths = (num_heads, head_dim_ckv, head_dim_kpe, page_size)
         super().plan(*metadata, *widths, causal, sm_scale, q_data_type, kv_data_type)
 
-    def run(self, *, query, kv_cache, out=None, return_lse=False):
-        return super().run(*query, *kv_cache, out=out)
+    def run(self, q_nope=None, q_pe=None, ckv_cache=None, kpe_cache=None, out=None, return_lse=False, *,
+            query=None, kv_cache=None, ckv_scale=None, kpe_scale=None):  # fmt: skip
+        assert q_nope is None and ckv_scale == kpe_scale
+        keys = torch.cat(kv_cache, -1).unsqueeze(2)
+        scale = None if ckv_scale is None else torch.tensor([ckv_scale])
+        cache = cache_of(keys, "bf16" if scale is None else "fp8_e4m3fn", scale)
+        q = torch.cat(query, -1)
+        return out.copy_(exact(q, cache, self.table, self.lens, self.q_len, self.sm_scale))
 
 
 def csr(qo_indptr, kv_indptr, kv_indices, kv_len_arr):
@@ -150,7 +165,8 @@ def csr(qo_indptr, kv_indptr, kv_indices, kv_len_arr):
 def flashinfer(wrapper):
     module = ModuleType("flashinfer.mla")
     module.BatchMLAPagedAttentionWrapper = wrapper
-    module.MLAPlanMetadata = SimpleNamespace(csr=csr)
+    if wrapper is NewerWrapper:
+        module.MLAPlanMetadata = SimpleNamespace(csr=csr)
     return module
 
 
@@ -166,9 +182,12 @@ def vllm(has_scale=True):
         o.copy_(exact(q, cache, req_to_token, b_seq_len, 1, sm_scale))
 
     def scaled(q, k_buffer, v_buffer, o, lse, req_to_token, b_seq_len, attn_logits, num_kv_splits, sm_scale,
-               page_size=1, logit_cap=0.0, k_scale=None):  # fmt: skip
+               page_size=1, logit_cap=0.0, k_scale=None, v_scale=None, is_mla=False):  # fmt: skip
+        # Else it would read keys twice, and make a scale in every call.
+        assert is_mla and k_scale is not None and v_scale is not None
+        scale = k_scale if k_buffer.dtype == torch.float8_e4m3fn else None
         attend(q, k_buffer, v_buffer, o, lse, req_to_token, b_seq_len, attn_logits, num_kv_splits, sm_scale,
-               page_size, k_scale)  # fmt: skip
+               page_size, scale)  # fmt: skip
 
     def plain(q, k_buffer, v_buffer, o, lse, req_to_token, b_seq_len, attn_logits, num_kv_splits, sm_scale,
               page_size):  # fmt: skip
@@ -210,6 +229,7 @@ def compared(small):
         ("decode", "FlashInfer", flashinfer(Wrapper)),
         ("verify block", "FlashInfer", flashinfer(Wrapper)),
         ("verify block", "FlashInfer", flashinfer(NewerWrapper)),
+        ("fp8", "FlashInfer", flashinfer(NewerWrapper)),
         ("decode", "vLLM Triton", vllm()),
         ("verify block", "vLLM Triton", vllm(has_scale=False)),
         ("fp8", "vLLM Triton", vllm()),
@@ -219,8 +239,8 @@ def compared(small):
 def test_a_library_is_called_as_its_signature_says_and_judged_like_ours(compared, kind, name, module):
     found = compared(kind, name, module)
     for library in ("anymla", name):
-        assert "reason" not in found[library], found[library]
-        assert found[library]["median_us"] > 0 and found[library]["share_of_ceiling"] > 0
+        assert found[library].get("median_us", 0) > 0, found[library]
+        assert found[library]["share_of_ceiling"] > 0
 
 
 @pytest.mark.parametrize(
@@ -229,7 +249,8 @@ def test_a_library_is_called_as_its_signature_says_and_judged_like_ours(compared
         ("fp8", "FlashMLA", flash_mla(), "no dense decode from fp8_e4m3fn"),
         ("sparse prefill", "FlashMLA", flash_mla(), "no sparse prefill"),
         ("sparse 656", "FlashMLA", flash_mla(), "has no indices"),
-        ("fp8", "FlashInfer", flashinfer(Wrapper), "no decode from fp8_e4m3fn"),
+        ("fp8", "FlashInfer", flashinfer(Wrapper), "has no scale_mode"),
+        ("sparse 656", "FlashInfer", flashinfer(NewerWrapper), "no sparse_decode from fp8_ds_mla"),
         ("sparse 656", "vLLM Triton", vllm(), "no sparse_decode from fp8_ds_mla"),
         ("fp8", "vLLM Triton", vllm(has_scale=False), "has no k_scale"),
     ],
@@ -256,6 +277,41 @@ def test_a_library_that_is_wrong_has_no_time(compared):
     assert "error of" in found["FlashMLA"]["reason"] and "median_us" not in found["FlashMLA"]
 
 
+def test_a_way_to_run_that_fails_does_not_cost_a_library_the_others(compared):
+    found = compared("decode", "FlashInfer", flashinfer(NewerWrapper))["FlashInfer"]
+    assert found["variant"] == "auto" and list(found["variants_us"]) == ["auto"]
+    assert found["reason"] == "fa2: RuntimeError: no compiler"
+
+
+@pytest.mark.parametrize(
+    ("longest", "splits"), [(70, [1]), (4096, [1, 2, 8]), (8448, [1, 4, 16]), (65536, [1, 32, 128])]
+)
+def test_vllm_runs_with_the_splits_that_it_would_choose_and_fewer(longest, splits):
+    assert splits_of_vllm(longest) == splits
+
+
+def test_a_device_left_unusable_costs_one_case_and_the_record_keeps_those_before(
+    small, monkeypatch, tmp_path, capsys
+):
+    rows = [Row(name, small("decode")) for name in ("first", "second")]
+    one = compare.compared
+
+    def compared(row, *rest):
+        if row.name == "second":
+            raise RuntimeError("illegal memory access")
+        return one(row, *rest)
+
+    monkeypatch.setattr(compare, "rows_of", lambda *args: rows)
+    monkeypatch.setattr(compare, "compared", compared)
+    monkeypatch.setattr(peers, "import_module", lambda path: flash_mla())
+    given = ["--device", "cpu", "--repeats", "1", "--record", str(tmp_path), "--libraries", "FlashMLA"]
+    assert compare.main(given) == 1
+    first, second = json.loads((tmp_path / "cpu" / "compare.json").read_text())["cases"]
+    assert first["anymla"]["median_us"] > 0
+    assert second["anymla"]["reason"] == "RuntimeError: illegal memory access"
+    assert capsys.readouterr().out.rstrip().endswith("| second | - | - |")
+
+
 def test_a_parameter_that_nobody_knows_is_named():
     def decode(q, schedule, *, sm_scale=1.0): ...
 
@@ -270,7 +326,7 @@ def test_what_cannot_be_imported_is_named_with_what_to_install_and_is_no_error(
 ):
     rows = [Row("tiny", small("decode"))]
     monkeypatch.setattr(compare, "rows_of", lambda *args: rows)
-    monkeypatch.setattr(compare, "import_module", lambda path: (_ for _ in ()).throw(ImportError("not here")))
+    monkeypatch.setattr(peers, "import_module", lambda path: (_ for _ in ()).throw(ImportError("not here")))
     assert compare.main(["--device", "cpu", "--repeats", "1", "--record", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     assert "FlashInfer is not here" in said and "pip install flashinfer-python" in said
@@ -287,7 +343,7 @@ def test_the_second_place_of_a_library_is_tried_and_its_version_recorded(monkeyp
             raise OSError("libcuda.so.1")
         return second
 
-    monkeypatch.setattr(compare, "import_module", found)
-    here, missing = compare.imported(compare.PEERS)
+    monkeypatch.setattr(peers, "import_module", found)
+    here, missing = peers.imported(peers.PEERS)
     assert here == {"FlashMLA": second} and "OSError: libcuda.so.1" in missing["vLLM Triton"]
-    assert compare.versions(here) == {"FlashMLA": "unknown"}
+    assert peers.versions(here) == {"FlashMLA": "vllm.v1.attention.ops.flashmla unknown"}
