@@ -11,6 +11,8 @@ from anymla.rules import ANY, Between, Rule, offers, one_of, pads_to
 NOTHING = offers()
 """The default of every backend: no feature."""
 
+_OF_LATENTS = tuple(name for name in KV_FORMAT_NAMES if not name.startswith("index_k"))
+
 
 @dataclass(frozen=True)
 class Backend:
@@ -98,17 +100,19 @@ _AITER_FNUZ = replace(
 _AITER_FN = replace(
     _AITER, arch=one_of("gfx950"), q_dtype=one_of("bf16", "fp8_e4m3fn"), kv_format=one_of("fp8_e4m3fn")
 )
-# It rounds queries, keys and values to fp8, so a caller has to ask for that; it gives no lse.
+# It rounds queries, keys and values to fp8, so a caller has to ask for that; it gives no lse. After a cached
+# context its attention in 16 bits serves the same plan, by chunks: that gives one to merge them by.
 _AITER_PREFILL = replace(
     _AITER,
     arch=one_of("gfx950"),
     op=one_of("prefill"),
     q_dtype=one_of("fp8_e4m3fn"),
-    kv_format=ANY,
+    kv_format=one_of(*_OF_LATENTS),
     qk_nope_head_dim=one_of(128),
     v_head_dim=one_of(128),
-    features=offers(Feature.MULTI_TOKEN, Feature.NON_CAUSAL),
-    source="AITER mla_prefill_ps_asm_fwd and mla_reduce_v1, from 0.1.10.post1: one kernel a mask, 192/128",
+    features=offers(Feature.MULTI_TOKEN, Feature.NON_CAUSAL, Feature.CACHED_CONTEXT),
+    source="AITER mla_prefill_ps_asm_fwd and mla_reduce_v1, from 0.1.10.post1: one kernel a mask, 192/128; "
+    "flash_attn_varlen_func, as vLLM 0.33 calls it for chunks of a context",
 )
 # Index queries have their scales in the weights, so those in bf16 would be rounded: see quantise_queries.
 _AITER_INDEX = replace(
@@ -151,7 +155,7 @@ _TRITON = Backend(
     packages=("triton",),
     op=one_of(*(op for op in OPS if op != "index_topk")),
     q_dtype=one_of("bf16", "fp16"),
-    kv_format=one_of(*(name for name in KV_FORMAT_NAMES if name != "fp32" and name[:7] != "index_k")),
+    kv_format=one_of(*(name for name in _OF_LATENTS if name != "fp32")),
     num_heads=Between(1, 1024),
     kv_lora_rank=Between(1, 512),
     qk_rope_head_dim=Between(0, 128),
@@ -174,6 +178,7 @@ _TRITON_COMPILED = replace(
     evidence="compiled",
     source="the same kernels, compiled for the chip in every launch row (docs/audit.md), not run there",
 )
+_TRITON_CHIPS = (_TRITON, _TRITON_EMULATED, _TRITON_COMPILED)
 _TRITON_PLANNED = replace(
     _TRITON,
     built=False,
@@ -222,7 +227,7 @@ _CPU = Backend(
 # Queries in fp8 meet a cache of the same values, each with its scale.
 _FP8_QUERIES = tuple(
     replace(row, op=one_of("decode", "sparse_decode"), q_dtype=one_of(fp8), kv_format=one_of(fp8))
-    for row in (_CPU,)
+    for row in (*(replace(r, evidence="compiled") for r in _TRITON_CHIPS), _CPU)
     for fp8 in ("fp8_e4m3fn", "fp8_e4m3fnuz")
 )
 
@@ -255,7 +260,7 @@ BACKENDS: tuple[Backend, ...] = (
     *(
         replace(row, arch=chips.arch)
         for row in (_TRITON_INDEX, _TRITON_INDEX_WRITE)
-        for chips in (_TRITON, _TRITON_EMULATED, _TRITON_COMPILED)
+        for chips in _TRITON_CHIPS
     ),
     _CPU,
     replace(

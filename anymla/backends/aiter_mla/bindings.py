@@ -168,6 +168,22 @@ FUNCTIONS: dict[str, Function] = {
             ),
         ),
         Function(
+            "flash_attn_varlen_func",
+            ("aiter.ops.mha",),
+            needs=(
+                "q",
+                "k",
+                "v",
+                "cu_seqlens_q",
+                "cu_seqlens_k",
+                "max_seqlen_q",
+                "max_seqlen_k",
+                "softmax_scale",
+                "causal",
+                "return_lse",
+            ),
+        ),
+        Function(
             "get_ps_metadata_info_v1",
             _ATTENTION,
             needs=("batch_size", "num_head_k", "max_qlen", "qlen_granularity"),
@@ -242,6 +258,8 @@ FUNCTIONS: dict[str, Function] = {
 DECODE = ("mla_decode_fwd", "get_mla_metadata_info_v1", "get_mla_metadata_v1")
 """What a decode may call; where none of the kernels is persistent, only the first."""
 PREFILL = ("mla_prefill_ps_asm_fwd", "get_ps_metadata_info_v1", "get_ps_metadata_v1", "mla_reduce_v1")
+CHUNKED = ("flash_attn_varlen_func",)
+"""What a prefill after a cached context calls."""
 
 
 def index_logits(kv_format: str, block_size: int) -> tuple[str, tuple[str, ...]]:

@@ -117,7 +117,7 @@ def quirks_of(call: KernelCall, aiter: Aiter) -> tuple[Quirk, ...]:
 def _called(problem: Problem) -> tuple[str, ...]:
     """The functions without which a call cannot be made."""
     if problem.op == "prefill":
-        return bindings.PREFILL
+        return bindings.CHUNKED if Feature.CACHED_CONTEXT in problem.features else bindings.PREFILL
     if problem.op == "index_topk":
         return (bindings.index_logits(problem.kv_format, problem.block_size)[0],)
     return (
@@ -132,7 +132,10 @@ def _decode(problem: Problem, aiter: Aiter) -> Weighed:
 
 
 def _prefill(problem: Problem, aiter: Aiter) -> Weighed:
-    """A prefill needs a kernel with its mask, and a reducer for some number of heads."""
+    """A prefill needs a kernel with its mask and a reducer for some number of heads; in chunks, an lse."""
+    if Feature.CACHED_CONTEXT in problem.features:
+        triton = f"{aiter} has ENABLE_CK=0, and with it another attention, whose lse lies otherwise"
+        return Weighed((*aiter.refusals(bindings.CHUNKED), *((triton,) if aiter.without_ck else ())))
     reasons = aiter.refusals(bindings.PREFILL)
     if reasons:
         return Weighed(reasons)

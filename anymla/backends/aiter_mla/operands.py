@@ -1,16 +1,41 @@
-"""Operands of AITER: values in fp8, the cache as rows of one token, dtypes by their names."""
+"""Operands of AITER: keys and values, decompressed or in fp8, the cache as rows of one token, lengths."""
 
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from anymla.contract import Batch
 from anymla.errors import Reasons
 from anymla.kv_cache import KVCache
 from anymla.problem import Problem
 
 GIB = 1 << 30
 INT32_MAX = torch.iinfo(torch.int32).max
+EXPANDED_BYTES = 512 << 20
+"""Operands of one launch of a prefill, with what is between them and the latents."""
+
+
+def host_lengths(batch: Batch) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Tokens before those of this step, a sequence, and offsets of query tokens, for planners on the host.
+
+    Raises:
+        InvalidInput: the host does not know them.
+    """
+    reasons, contexts, indptr = Reasons("plan_prefill"), batch.context_lens_host, batch.qo_indptr_host
+    needs = "the lengths as integers: backend aiter plans a prefill on the host"
+    reasons.need(contexts is not None, "qo_indptr_host, seq_lens_host", None, needs)
+    reasons.raise_if_any()
+    assert contexts is not None and indptr is not None
+    return contexts, indptr
+
+
+def expanded(latents: Tensor, rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys [n, H, P + R] and values [n, H, V] of latents [n, L] and rope [n, R] for weights of H heads."""
+    heads = w_uk.shape[0]
+    every = latents.expand(heads, -1, -1)
+    nope = torch.bmm(every, w_uk.mT).transpose(0, 1)
+    return torch.cat((nope, rope[:, None].expand(-1, heads, -1)), -1), torch.bmm(every, w_uv).transpose(0, 1)
 
 
 def rounded(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -16,19 +16,16 @@ from torch import Tensor
 from anymla.backends.aiter_mla import bindings
 from anymla.backends.aiter_mla.calls import Call, call_of
 from anymla.backends.aiter_mla.manifest import prefill_lanes
-from anymla.backends.aiter_mla.operands import dtype_of, rounded
+from anymla.backends.aiter_mla.operands import EXPANDED_BYTES, dtype_of, expanded, host_lengths, rounded
 from anymla.backends.aiter_mla.provider import Aiter, aiter_of
 from anymla.backends.aiter_mla.staging import staging_of
 from anymla.contract import Batch, PrefillArgs
-from anymla.errors import Reasons
 from anymla.hardware.probe import Machine
 from anymla.heads import HeadPadding
 from anymla.problem import Problem
 
 TILE_Q, TILE_KV = 256, 128
 """Query tokens of a tile and the keys at whose multiples one is cut; the kernel's own."""
-EXPANDED_BYTES = 512 << 20
-"""Operands of one launch, with what is between them and their fp8."""
 BYTES_A_VALUE = 13
 """Of a value of q, k or v on its way from 16 bits over fp32 to fp8."""
 
@@ -73,16 +70,10 @@ def plan_prefill(batch: Batch, problem: Problem, machine: Machine, knobs: Mappin
         The state that `prefill` takes, for any number of layers.
 
     Raises:
-        InvalidInput: the host does not know the lengths, or a sequence has cached tokens.
+        InvalidInput: the host does not know the lengths.
     """
-    reasons, contexts, indptr = Reasons("plan_prefill"), batch.context_lens_host, batch.qo_indptr_host
-    needs = "the lengths as integers: backend aiter plans a prefill on the host"
-    if reasons.need(contexts is not None, "qo_indptr_host, seq_lens_host", None, needs):
-        context = max(contexts or (), default=0)
-        needs = "none: AITER's prefill has no cached context; backend triton has"
-        reasons.need(context == 0, "seq_lens", f"{context} earlier tokens", needs)
-    reasons.raise_if_any()
-    assert indptr is not None
+    contexts, indptr = host_lengths(batch)
+    assert not any(contexts)
     aiter, device = aiter_of(machine), batch.seq_lens.device
     calls = {name: call_of(aiter, name) for name in bindings.PREFILL}
     lanes = _lanes_of_launch(aiter, problem, indptr[-1])
@@ -189,12 +180,10 @@ def _attend(args: PrefillArgs, state: PrefillState, heads: slice) -> None:
     own, rows, plan = heads.stop - heads.start, state.tokens, state.plan
     fp8 = dtype_of("fp8", state.problem)
     padding = HeadPadding.between(own, state.lanes)
-    latents = args.kv_c[:rows].expand(own, -1, -1)
-    nope = torch.bmm(latents, args.w_uk[heads].mT).transpose(0, 1)
-    rope = args.k_pe[:rows, None].expand(-1, own, -1)
+    keys, values = expanded(args.kv_c[:rows], args.k_pe[:rows], args.w_uk[heads], args.w_uv[heads])
     q, q_scale = rounded(torch.cat((args.q_nope[:rows, heads], args.q_pe[:rows, heads]), -1), fp8)
-    k, k_scale = rounded(torch.cat((nope, rope), -1), fp8)
-    v, v_scale = rounded(torch.bmm(latents, args.w_uv[heads]).transpose(0, 1), fp8)
+    k, k_scale = rounded(keys, fp8)
+    v, v_scale = rounded(values, fp8)
     out = torch.empty((rows, state.lanes, v.shape[-1]), dtype=torch.bfloat16, device=args.out.device)
     state.calls["mla_prefill_ps_asm_fwd"](
         Q=padding.pad_q(q).contiguous(),

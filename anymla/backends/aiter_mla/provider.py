@@ -67,6 +67,11 @@ class Aiter:
         names = SWITCHES if self.installed else ()
         return frozenset(name for name in names if os.environ.get(name, "0") not in ("", "0"))
 
+    @property
+    def without_ck(self) -> bool:
+        """Whether its environment has it do without Composable Kernel."""
+        return self.installed and os.environ.get("ENABLE_CK", "1") == "0"
+
     def binding(self, function: str) -> Binding:
         """The binding of a function that is known to have one."""
         found = self.bound[function]

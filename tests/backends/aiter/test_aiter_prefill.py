@@ -264,17 +264,6 @@ def test_fp16_comes_out_in_fp16_though_the_kernel_writes_bf16(double: PrefillDou
     assert got.dtype == torch.float16 and got.isfinite().all()
 
 
-def test_cached_tokens_are_refused_when_planning() -> None:
-    lens = torch.tensor([7, 9], dtype=torch.int32)
-    indptr = torch.tensor([0, 4, 13], dtype=torch.int32)
-    table = torch.zeros(2, 1, dtype=torch.int32)
-    batch = Batch.of(
-        seq_lens=lens, qo_indptr=indptr, block_table=table, block_size=8, new_tokens_are_cached=False
-    )
-    with pytest.raises(NoBackend, match="aiter: features lacks a cached context"):
-        plan_of(16, batch, machine())
-
-
 def test_lengths_that_only_the_device_knows_are_refused_when_planning() -> None:
     batch = replace(batch_of((4, 9)), qo_indptr_host=None, seq_lens_host=None)
     with pytest.raises(InvalidInput, match="backend aiter plans a prefill on the host"):
@@ -303,21 +292,12 @@ def test_our_own_prefill_stands_behind_it_and_explain_says_so() -> None:
     assert "aiter: q_dtype got bf16; needs fp8_e4m3fn" in str(choice)
 
 
-def test_a_plan_asks_for_it_by_an_fp8_dtype_and_a_context_is_refused_by_name(double: PrefillDouble) -> None:
+def test_a_plan_asks_for_it_by_an_fp8_dtype(double: PrefillDouble) -> None:
     widths = {"num_heads": 16, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
     asked = {**widths, "v_head_dim": 128, "machine": machine()}
     batch = batch_of((9, 4))
     assert plan_prefill(batch, q_dtype=torch.float8_e4m3fn, **asked).backend == "aiter"
     assert plan_prefill(batch, q_dtype=torch.bfloat16, **asked).backend == "triton"
-    later = Batch.of(
-        seq_lens=torch.tensor([12, 4], dtype=torch.int32),
-        qo_indptr=batch.qo_indptr,
-        block_table=torch.zeros(2, 1, dtype=torch.int32),
-        block_size=8,
-        new_tokens_are_cached=False,
-    )
-    with pytest.raises(NoBackend, match="aiter: features lacks a cached context"):
-        plan_prefill(later, q_dtype=torch.float8_e4m3fn, kv_format="fp8_e4m3fn", **asked)
 
 
 def test_gfx942_and_releases_without_a_kernel_are_refused() -> None:
