@@ -174,8 +174,8 @@ def _attend(args: PrefillArgs, state: ChunkedState, heads: slice) -> None:
     found = over(state.new, args.kv_c[rows], args.k_pe[rows], causal=state.batch.causal)
     assert found.lse is not None
     for chunk in state.chunks:
-        keys = cache.read(state.slots[chunk.keys], dtype)
-        part = over(chunk, *keys.split((cache.kv_lora_rank, cache.qk_rope_head_dim), -1), causal=False)
+        keys, rank = cache.read(state.slots[chunk.keys], dtype), cache.kv_lora_rank
+        part = over(chunk, keys[:, :rank], keys[:, rank:], causal=False)
         joined = merge((AttentionOutput(found.out[chunk.rows], found.lse[chunk.rows]), part))
         assert joined.lse is not None
         found.out[chunk.rows], found.lse[chunk.rows] = joined.out, joined.lse
