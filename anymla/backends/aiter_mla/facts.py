@@ -12,9 +12,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-DISPATCH_FILES = ("asm_mla.cu", "v1_2_device.cuh", "mla.py")
-"""The files whose contents decide which kernel a call looks up, and whether the planner agrees."""
-
 _FOLDER = Path(__file__).parent / "facts"
 
 
