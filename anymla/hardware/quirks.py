@@ -113,6 +113,14 @@ QUIRKS: tuple[Quirk, ...] = (
     ),
     Quirk(
         backend="aiter",
+        arch=one_of("gfx950"),
+        when={"op": one_of("prefill"), "features": asks(Feature.CACHED_CONTEXT)},
+        knob="operand_bits",
+        value=16,
+        source="AITER mla_prefill_ps_asm_fwd gives no lse to merge chunks by, so none of them is in fp8",
+    ),
+    Quirk(
+        backend="aiter",
         arch=_CDNA,
         when={**_PAGED_INDEX, "num_heads": Between(1, 63)},
         knob="chunk_q",

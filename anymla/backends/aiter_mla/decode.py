@@ -290,10 +290,7 @@ def _attend(args: DecodeArgs | SparseArgs, state: State, indices: Tensor) -> Non
     if rows_a_page != cache.block_size:
         indices = indices // cache.block_size * rows_a_page + indices % cache.block_size
     padding = HeadPadding.between(state.problem.num_heads, call.lanes)
-    queries = padding.pad_q(torch.cat((args.ql_nope, args.q_pe), -1)).contiguous()
-    q_scale = None
-    if call.q == "fp8":
-        queries, q_scale = rounded(queries, cache.data.dtype)
+    queries, q_scale = _queries(args, padding, call.q)
     # The kernels write bf16, whatever memory they are given.
     fits = args.out.is_contiguous() and args.out.dtype == torch.bfloat16
     own = padding.rule != "identity" or "own_out" in route.knobs or not fits
@@ -325,6 +322,18 @@ def _attend(args: DecodeArgs | SparseArgs, state: State, indices: Tensor) -> Non
     if call.lse and lse is None:
         raise BackendError(f"{call.kernel} was asked for an lse and AITER returned none")
     _finish(args, state, padding.unpad_out(out), padding.unpad_lse(lse) if call.lse else None)
+
+
+def _queries(args: DecodeArgs | SparseArgs, padding: HeadPadding, kind: str) -> tuple[Tensor, Tensor | None]:
+    """Queries [T, lanes, L + R] as a kernel takes them, and their scale where that is fp8."""
+    parts = args.ql_nope, args.q_pe
+    if args.q_scale is not None:
+        # Few operations take fp8, all of them bytes; 0 is 0.
+        nope, rope = (part.view(torch.uint8) for part in parts)
+        queries = padding.pad_q(torch.cat((nope, rope), -1)).contiguous()
+        return queries.view(args.ql_nope.dtype), args.q_scale
+    queries = padding.pad_q(torch.cat(parts, -1)).contiguous()
+    return rounded(queries, args.cache.data.dtype) if kind == "fp8" else (queries, None)
 
 
 def _finish(args: DecodeArgs | SparseArgs, state: State, out: Tensor | None, lse: Tensor | None) -> None:

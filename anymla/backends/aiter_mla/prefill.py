@@ -16,7 +16,7 @@ from torch import Tensor
 from anymla.backends.aiter_mla import bindings
 from anymla.backends.aiter_mla.calls import Call, call_of
 from anymla.backends.aiter_mla.manifest import prefill_lanes
-from anymla.backends.aiter_mla.operands import EXPANDED_BYTES, dtype_of, expanded, host_lengths, rounded
+from anymla.backends.aiter_mla.operands import EXPANDED_BYTES, expanded, host_lengths, rounded
 from anymla.backends.aiter_mla.provider import Aiter, aiter_of
 from anymla.backends.aiter_mla.staging import staging_of
 from anymla.contract import Batch, PrefillArgs
@@ -178,7 +178,8 @@ def _plan(calls: Mapping[str, Call], batch: Batch, indptr: tuple[int, ...], lane
 def _attend(args: PrefillArgs, state: PrefillState, heads: slice) -> None:
     """Some of the heads, in one launch and a merge."""
     own, rows, plan = heads.stop - heads.start, state.tokens, state.plan
-    fp8 = dtype_of("fp8", state.problem)
+    # The chip's own, whatever a cache of which nothing is read has.
+    fp8 = torch.float8_e4m3fn
     padding = HeadPadding.between(own, state.lanes)
     keys, values = expanded(args.kv_c[:rows], args.k_pe[:rows], args.w_uk[heads], args.w_uv[heads])
     q, q_scale = rounded(torch.cat((args.q_nope[:rows, heads], args.q_pe[:rows, heads]), -1), fp8)

@@ -177,7 +177,8 @@ def test_an_attention_with_another_lse_is_refused(monkeypatch: pytest.MonkeyPatc
     assert manifest._called(asked) == bindings.CHUNKED
 
 
-def test_explain_says_how_far_it_is_known() -> None:
+def test_explain_says_that_a_context_is_attended_to_in_more_bits_than_asked() -> None:
     choice = select.choose(problem_of(16, 4, Feature.CACHED_CONTEXT), machine())
     assert (choice.backend.name, choice.backend.evidence) == ("aiter", "contract double")
-    assert choice.knobs == {"finite_tokens": 1}
+    assert choice.knobs == {"finite_tokens": 1, "operand_bits": 16}
+    assert select.choose(problem_of(16, 4), machine()).knobs == {"finite_tokens": 1}

@@ -3,7 +3,9 @@
 import csv
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import cases
@@ -18,6 +20,7 @@ from anymla.errors import BackendError
 from anymla.hardware.probe import Machine, machine_named
 from anymla.models import model_named
 from anymla.plans import decode_plan
+from anymla.problem import Feature, Problem
 
 ARCHES = ("gfx942", "gfx950")
 TAGGED = [release for release in facts.releases() if facts.recorded_dispatch(release)]
@@ -245,6 +248,29 @@ def test_no_route_leaves_the_tables_of_its_release(release: str, arch: str) -> N
                 assert call.kernel in objects
                 assert call.lanes >= heads
                 assert not call.persistent or call.lanes // call.fold in aiter.decode_reducers
+
+
+@pytest.mark.parametrize("arch", ARCHES)
+def test_what_is_asked_in_fp8_is_run_in_fp8_or_refused_by_name(arch: str) -> None:
+    fp8 = "fp8_e4m3fnuz" if arch == "gfx942" else "fp8_e4m3fn"
+    kinds = product(("bf16", fp8), ("bf16", fp8), ("decode", "sparse_decode"), (1, 4))
+    asked = product(TAGGED[::9], kinds, (1, 12, 33, 48, 100), ((), (Feature.LSE,), (Feature.SINKS,)))
+    outcomes = Counter[str]()
+    for release, (q_dtype, kv_format, op, q_len), heads, wanted in asked:
+        features, topk = frozenset(wanted), 64 if op == "sparse_decode" else 0
+        problem = Problem(op, q_dtype, kv_format, heads, 512, 64, q_len=q_len, topk=topk, features=features)
+        machine = machine_named(arch).having("aiter", release)
+        found = select.explain(problem, machine)
+        verdict = next(one for one in found if one.backend.name == "aiter")
+        if not verdict.accepted:
+            assert verdict.reasons
+            outcomes["refused"] += 1
+            continue
+        for rows in (1, q_len):
+            route, _ = manifest.route_of(problem, provider.aiter_of(machine), rows)
+            assert route is None or route.call.q == q_dtype.partition("_")[0]
+        outcomes[q_dtype] += 1
+    assert min(outcomes[key] for key in ("refused", "bf16", fp8)) > 50
 
 
 def test_24_heads_are_native_where_every_stage_has_them() -> None:

@@ -361,11 +361,13 @@ class _Cuda:
     type = "cuda"
 
 
-def test_a_cache_that_nothing_is_read_of_may_have_any_format(double: PrefillDouble) -> None:
+@pytest.mark.parametrize("kv_format", ["fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_ds_mla"])
+def test_a_cache_that_nothing_is_read_of_may_have_any_format(double: PrefillDouble, kv_format: str) -> None:
     batch, given = batch_of((9,), spare=0), [t.nan_to_num() for t in tensors(16, 9)]
     alone = plan_of(16, batch, machine()).run(*given, sm_scale=SM_SCALE)
-    cache = KVCache.allocate(2, 8, kv_lora_rank=512, qk_rope_head_dim=64, kv_format="fp8_e4m3fn", scale=1.0)
-    asked = replace(problem_of(16, 9, *features(batch)), kv_format="fp8_e4m3fn", block_size=8)
+    scale = None if kv_format == "fp8_ds_mla" else 1.0
+    cache = KVCache.allocate(2, 8, kv_lora_rank=512, qk_rope_head_dim=64, kv_format=kv_format, scale=scale)
+    asked = replace(problem_of(16, 9, *features(batch)), kv_format=kv_format, block_size=8)
     beside = replace(batch, block_table=torch.zeros(1, 1, dtype=torch.int32), block_size=8)
     plan = prefill_plan(beside, asked, "aiter", machine())
     assert torch.equal(plan.run(*given, sm_scale=SM_SCALE, kv_cache=cache).out, alone.out)
