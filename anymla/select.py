@@ -1,6 +1,6 @@
 """Which backend takes a problem on a machine, and why the others do not: pure, cached, stdlib only."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from importlib import import_module
@@ -39,6 +39,11 @@ class Verdict:
     knobs: Mapping[str, int]
     padding: tuple[int, int] | None
     nearest: str
+
+    @property
+    def yields(self) -> bool:
+        """Whether "auto" takes another backend that accepts before this one."""
+        return any(quirk.yields for quirk in self.quirks)
 
     @property
     def price(self) -> float:
@@ -100,7 +105,7 @@ def explain(problem: Problem, machine: Machine, tp_heads: TPHeads = ()) -> tuple
 
 @lru_cache(maxsize=4096)
 def choose(problem: Problem, machine: Machine, backend: str = "auto") -> Choice:
-    """Choose the first backend that takes a problem, or the named one; never fall back from a named one.
+    """Choose the preferred backend of those that take a problem, or the named one, without falling back.
 
     Args:
         problem: The facts of a call.
@@ -117,9 +122,9 @@ def choose(problem: Problem, machine: Machine, backend: str = "auto") -> Choice:
     if backend not in ("auto", *names):
         raise UnknownBackend(backend, names)
     asked = [verdict for verdict in verdicts if backend in ("auto", verdict.backend.name)]
-    for verdict in asked:
-        if verdict.accepted:
-            return Choice(verdict.backend, problem, machine, verdicts, verdict.knobs)
+    verdict = preferred(asked)
+    if verdict is not None:
+        return Choice(verdict.backend, problem, machine, verdicts, verdict.knobs)
     who = "no backend can" if backend == "auto" else f"backend {backend!r} cannot"
     lines = [f"{who} serve this {problem.op.replace('_', ' ')} on {machine.arch}:"]
     for verdict in asked:
@@ -127,6 +132,11 @@ def choose(problem: Problem, machine: Machine, backend: str = "auto") -> Choice:
         if verdict.nearest:
             lines.append(f"    {verdict.nearest}")
     raise NoBackend("\n".join(lines), asked)
+
+
+def preferred(verdicts: Sequence[Verdict]) -> Verdict | None:
+    """The first that accepts and does not yield, else the first that accepts, else None."""
+    return min((one for one in verdicts if one.accepted), key=lambda one: one.yields, default=None)
 
 
 def library_report(machine: Machine) -> dict[str, dict[str, object]]:

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-import anymla
-from anymla import api, plans
+from anymla import api, plans, select
 from anymla.benchmarking.inputs import drawn_inputs
 from anymla.benchmarking.sample import Verified, verified
 from anymla.benchmarking.timing import (
@@ -223,8 +222,7 @@ def planned(call: Inputs, workload: Workload, backend: str) -> Planned:
     if workload.index is not None:
         return _with_index(call, workload, backend)
     if p.op == "write_cache":
-        chosen = anymla.explain(p, this_machine(like.device)) if backend == "auto" else ()
-        name = next((v.backend.name for v in chosen if v.accepted), backend)
+        name = select.choose(p, this_machine(like.device), backend).backend.name
         return Planned(name, lambda: api.write_cache(*call.tensors, backend=backend))
     if p.op == "index_topk":
         return _indexer(call, workload, backend)

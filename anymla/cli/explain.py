@@ -48,7 +48,7 @@ class Answer:
     @property
     def chosen(self) -> Verdict | None:
         """The verdict of that backend."""
-        return next((verdict for verdict in self.verdicts if verdict.accepted), None)
+        return select.preferred(self.verdicts)
 
 
 def explain(

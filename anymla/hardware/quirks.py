@@ -23,6 +23,8 @@ class Quirk:
         value: What it is set to, or the name of the Problem's field that says it.
         package: The package whose version `until` bounds.
         until: The first version without the fault; "" while there is none.
+        yields: Whether "auto" takes any other backend that accepts before one that has it: its results are
+            not those of our definition, and no knob mends them.
     """
 
     backend: str
@@ -34,6 +36,7 @@ class Quirk:
     value: int | str = 0
     package: str = ""
     until: str = ""
+    yields: bool = False
 
     def is_expired(self, packages: Mapping[str, str]) -> bool:
         """Whether the installed version, "" and "HEAD" being the newest, no longer has the fault."""
@@ -57,6 +60,7 @@ class Quirk:
 
     def __str__(self) -> str:
         doing = self.refuse or f"sets {self.knob}={self.value}"
+        doing += ", so auto prefers another backend" if self.yields else ""
         return f"{doing} (until {self.package} {self.until})" if self.until else doing
 
 
@@ -147,10 +151,19 @@ QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         backend="aiter",
         arch=_CDNA,
-        when={"op": one_of("index_topk", "write_cache"), "kv_format": one_of(*_INDEX_KEYS)},
+        when={"op": one_of("index_topk")},
         knob="finite_keys",
         value=1,
-        source="AITER pa_mqa_logits.py: of NaN and 0 the larger is 0; cache_kernels.cu: NaN becomes -448",
+        source="AITER pa_mqa_logits.py: of NaN and 0 the larger is 0",
+    ),
+    Quirk(
+        backend="aiter",
+        arch=_CDNA,
+        when={"op": one_of("write_cache"), "kv_format": one_of(*_INDEX_KEYS)},
+        knob="finite_keys",
+        value=1,
+        yields=True,
+        source="AITER cache_kernels.cu: of a NaN in fp8 it makes -448",
     ),
     Quirk(
         backend="aiter",
@@ -158,6 +171,7 @@ QUIRKS: tuple[Quirk, ...] = (
         when={"op": one_of("write_cache"), "kv_format": one_of(*_INDEX_KEYS)},
         knob="coarse_tiny_keys",
         value=1,
+        yields=True,
         source="AITER cache_kernels.cu: a key whose values are all below 1e-4 gets the scale of 1e-4",
     ),
 )

@@ -314,6 +314,24 @@ def test_a_release_that_cannot_shuffle_is_refused_by_the_parameter(release: str)
     assert select.choose(asked, machine(release="0.1.13"), "aiter")
 
 
+@pytest.mark.parametrize(("arch", "fnuz"), [("gfx942", "_fnuz"), ("gfx950", "")])
+def test_auto_leaves_index_keys_to_our_own_writer_unless_only_aiter_knows_the_format(
+    arch: str, fnuz: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, here = problem("write_cache", kv_format=f"index_k{fnuz}"), machine(arch)
+    choice = select.choose(plain, here)
+    assert choice.backend.name == "triton"
+    assert "sets finite_keys=1, so auto prefers another backend" in str(choice)
+    assert select.choose(plain, here, "aiter").backend.name == "aiter"
+    shuffled = replace(plain, kv_format=f"index_k_shuffled{fnuz}", block_size=64)
+    assert select.choose(shuffled, here).backend.name == "aiter"
+    with monkeypatch.context() as unaware:
+        unaware.setattr(select, "QUIRKS", tuple(quirk for quirk in QUIRKS if not quirk.yields))
+        select.explain.cache_clear(), select.choose.cache_clear()
+        assert select.choose(plain, here).backend.name == "aiter"
+    select.explain.cache_clear(), select.choose.cache_clear()
+
+
 def test_fp8_latents_are_left_to_our_own_writer_which_keeps_nan() -> None:
     asked = Problem("write_cache", "bf16", "fp8_e4m3fnuz", 1, 512, 64, block_size=64)
     with pytest.raises(NoBackend, match="kv_format got fp8_e4m3fnuz; needs bf16"):
@@ -369,7 +387,18 @@ def wrong_without(row: Quirk, here) -> None:
         require_right(*call_of("gfx942", (200,), (1,), 64, False, 64), topk=5)
     elif row.knob == "max_cache_gib":
         assert select.choose(problem("index_topk"), machine()).knobs["max_cache_gib"] == 2
-    elif row.knob == "finite_keys":
+    elif row.yields:
+        here("gfx942")
+        assert row.knob in select.choose(problem("write_cache"), machine(), "aiter").knobs
+        cache = KVCache.allocate(1, 1, kv_lora_rank=128, qk_rope_head_dim=0, kv_format="index_k_fnuz")
+        key = torch.randn(1, 128).bfloat16()
+        key = key * 1e-6 if row.knob == "coarse_tiny_keys" else key.masked_fill_(key > 1, torch.nan)
+        none, slot = torch.zeros(1, 0).bfloat16(), torch.zeros(1).long()
+        api.write_cache(key, none, cache, slot, backend="aiter")
+        expected = reference.write_cache(key, none, cache, slot)
+        judge_written(cache.read(slot, torch.float64), expected, key).require_pass()
+    else:
+        assert row.knob == "finite_keys"
         here("gfx942")
         assert select.choose(problem("index_topk"), machine()).knobs["finite_keys"]
         tensors, options = call_of("gfx942", (9,), (1,), 1, False, 32)
@@ -377,18 +406,6 @@ def wrong_without(row: Quirk, here) -> None:
         tensors[2].write(torch.full((1, 128), torch.nan), torch.zeros(1, 0), slot)
         tensors[1].neg_().abs_().neg_()
         require_right(tensors, options, topk=1)
-    else:
-        here("gfx942")
-        assert select.choose(problem("write_cache"), machine()).knobs["coarse_tiny_keys"]
-        cache = KVCache.allocate(1, 1, kv_lora_rank=128, qk_rope_head_dim=0, kv_format="index_k_fnuz")
-        key, none, slot = (
-            torch.randn(1, 128).bfloat16() * 1e-6,
-            torch.zeros(1, 0).bfloat16(),
-            torch.zeros(1).long(),
-        )
-        api.write_cache(key, none, cache, slot, backend="aiter")
-        expected = reference.write_cache(key, none, cache, slot)
-        judge_written(cache.read(slot, torch.float64), expected, key).require_pass()
 
 
 @pytest.mark.parametrize("row", INDEXER, ids=str)
