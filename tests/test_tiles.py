@@ -27,7 +27,10 @@ def test_a_row_fits_every_model_format_and_number_of_rows(arch: str) -> None:
     [
         (16, "bf16", False, 64, "attend_swapped", 16),
         (16, "fp16", False, 128, "attend_swapped", 16),
-        (17, "bf16", False, 64, "attend_wgmma", 64),
+        (17, "bf16", False, 64, "attend_swapped", 32),
+        (32, "fp16", False, 128, "attend_swapped", 32),
+        (32, "bf16", False, 16, "attend_wgmma", 64),
+        (33, "bf16", False, 64, "attend_wgmma", 64),
         (16, "bf16", False, 16, "attend_wgmma", 64),
         (16, "bf16", True, 64, "attend_wgmma", 64),
         (16, "fp8_e4m3fn", False, 64, "attend_bytes", 16),
@@ -49,7 +52,8 @@ def test_on_hopper_rows_format_and_places_of_keys_choose_the_kernel(
 def test_a_kernel_placed_by_hand_for_bytes_has_a_portable_twin_of_its_tile(arch: str) -> None:
     rows = launch_rows("attend", arch)
     tiles = {(row.block_m, row.block_n, row.chunk) for row in rows if not row.kernel}
-    assert all((row.block_m, row.block_n, row.chunk) in tiles for row in rows)
+    for_bytes = [row for row in rows if row.kernel != "attend_swapped"]
+    assert all((row.block_m, row.block_n, row.chunk) in tiles for row in for_bytes)
 
 
 def test_what_a_kernel_has_no_layouts_for_goes_to_the_portable_one() -> None:

@@ -1,7 +1,7 @@
-"""The attention kernel for tiles of 16 rows over pages of whole blocks, with products transposed.
+"""The attention kernel for tiles of 16 or 32 rows over pages of whole blocks, with products transposed.
 
 The same line, stretches and workspace as `attend`. A warpgroup multiplies 64 rows at a time, so keys and then
-columns of the latent are rows of a product, and the tile's rows are its 16 columns. What can be multiplied
+columns of the latent are rows of a product, and the tile's rows are its columns. What can be multiplied
 from on-chip memory never passes through registers. Two blocks of keys have room, and one is asked for as soon
 as that two before it has been multiplied; queries are asked for first, for all wait for them.
 """
