@@ -42,6 +42,8 @@ class Model:
         index_heads: Heads of the indexer; every tensor parallel rank has all of them.
         index_head_dim: Width of an index key.
         index_pool: Tokens in a row that share an index key; of such pools index_topk / index_pool are chosen.
+            Tokens after the last whole pool have no key yet and are attended to unchosen, so a sparse decode
+            has up to index_pool - 1 keys more than index_topk.
         sinks: Whether each head has a learned sink logit.
         source: The published configuration that says so.
     """
@@ -65,6 +67,11 @@ class Model:
         """What multiplies q·k: the decompressed key width to the power -1/2, times YaRN's mscale squared."""
         mscale = self.yarn.mscale if self.yarn else 1.0
         return float((self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5 * mscale**2)
+
+    @property
+    def most_chosen(self) -> int:
+        """The most keys of a sparse decode: those chosen, and what comes after the last whole pool."""
+        return self.index_topk + self.index_pool - 1 if self.index_topk else 0
 
     @property
     def tp_sizes(self) -> tuple[int, ...]:
@@ -106,7 +113,8 @@ class Model:
             block_size: Tokens a page. Index keys of pools have pages of the same tokens.
             q_len: The most query tokens of any one sequence. Where keys are pools, each query token is a
                 sequence to the indexer: the pools that it sees are not one more than those of the one before.
-            topk: Keys a query token of a sparse operation. None: the model's own, for a dense model 2048.
+            topk: Keys a query token of a sparse operation. None: the model's own, for a dense model 2048. Of
+                pools an indexer chooses whole ones; a sparse decode has their tokens and those of the last.
             lse: Whether the lse is wanted.
             sinks: Whether there are sinks. None: as the model.
             cached_context: Whether the new tokens of a prefill have earlier ones in the cache.
@@ -135,6 +143,7 @@ class Model:
         if op == "prefill" and cached_context:
             features.add(Feature.CACHED_CONTEXT)
         heads = self.local_heads(tp)
+        own = self.index_topk // pool if indexed else self.most_chosen
         return Problem(
             op=op,
             q_dtype=q_dtype,
@@ -146,7 +155,7 @@ class Model:
             v_head_dim=self.v_head_dim if op == "prefill" else 0,
             block_size=block_size // pool,
             q_len=q_len,
-            topk=(topk or self.index_topk // pool or 2048) if op in ("sparse_decode", "index_topk") else 0,
+            topk=(topk or own or 2048) if op in ("sparse_decode", "index_topk") else 0,
             features=frozenset(features),
         )
 
@@ -333,6 +342,7 @@ MODELS: Mapping[str, Model] = {
         index_head_dim=128,
         source=_TRANSFORMERS.format("GlmMoeDsaConfig"),
     ),
+    # Its index keys are pools of 16 tokens: 128 of them are chosen, and the tokens of an incomplete last one.
     "glm-5.3-flash": Model(
         num_heads=64,
         q_lora_rank=1536,

@@ -157,7 +157,10 @@ def test_an_indexer_of_pools_chooses_pools_in_pages_of_the_same_tokens() -> None
     assert (problem.topk, problem.block_size) == (2048 // 16, 64 // 16)
     assert model.problem("index_topk", topk=7).topk == 7
     attention = model.problem("sparse_decode", block_size=64)
-    assert (attention.topk, attention.block_size) == (2048, 64)
+    # The tokens of 128 pools, and up to 15 of the last, which is not whole.
+    assert (attention.topk, attention.block_size) == (2048 + 15, 64)
+    assert model.problem("sparse_decode", topk=9).topk == 9
+    assert MODELS["glm-5.1"].problem("sparse_decode").topk == 2048
 
 
 def test_query_tokens_of_an_indexer_of_pools_are_sequences_of_their_own() -> None:

@@ -260,8 +260,10 @@ class TestPools:
             **given(None),
         }
         stock = module(**states)
-        with attach(model, block_size=8):
+        with attach(model, block_size=8) as attached:
             ours = module(**states)
+        asked = {choice.problem.op: choice.problem.topk for choice in attached.choices}
+        assert asked["sparse_decode"] == 16 + 3 * select_tail
         for row, (got, right) in enumerate(
             zip(ours.flatten(0, 1).tolist(), stock.flatten(0, 1).tolist(), strict=True)
         ):

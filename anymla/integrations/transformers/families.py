@@ -108,6 +108,12 @@ class LatentSite:
         return int(module.config.index_topk) if chooses else 0
 
     @property
+    def most_chosen(self) -> int:
+        """The most keys of a sparse decode: a choice of pools brings the tokens after the last whole one."""
+        after = int(getattr(self.module.config, "index_kpool", 1)) - 1 if self.chooses_all else 0
+        return self.topk + after if self.topk else 0
+
+    @property
     def indexer(self) -> Any:
         """Its own indexer, or None."""
         return getattr(self.module, "indexer", None)
@@ -243,6 +249,7 @@ class GroupedSite:
     settings: Settings
     stored_width: int = field(init=False)
     topk: ClassVar[int] = 0
+    most_chosen: ClassVar[int] = 0
     scores: ClassVar[bool] = False
     index_bytes_per_token: ClassVar[int] = 0
     stock_index_bytes_per_token: ClassVar[int] = 0

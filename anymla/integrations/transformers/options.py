@@ -90,7 +90,7 @@ def choices(sites: Collection[Site], machine: Machine, dtype: torch.dtype) -> tu
             )
         )
     if site.topk:
-        attends.append(replace(decode, op="sparse_decode", topk=site.topk))
+        attends.append(replace(decode, op="sparse_decode", topk=site.most_chosen))
     write = replace(decode, op="write_cache", num_heads=1, features=frozenset())
     others.append(write)
     indexed = next((s for s in sites if isinstance(s, LatentSite) and s.scores), None)
