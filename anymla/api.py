@@ -26,6 +26,7 @@ def decode(
     seq_lens: Tensor,
     sm_scale: float,
     qo_indptr: Tensor | None = None,
+    max_q_len: int | None = None,
     causal: bool = True,
     sinks: Tensor | None = None,
     kv_format: str | None = None,
@@ -47,6 +48,8 @@ def decode(
         seq_lens: [B] int32 tokens. Includes the tokens of this call.
         sm_scale: Multiplies q·k. Use `Model.sm_scale`; the absorbed width is not the scale's width.
         qo_indptr: [B + 1] int32. None: one token a sequence.
+        max_q_len: The most query tokens of any one sequence. None: as qo_indptr says, or T where that is on a
+            device, which is as right, but may be planned for more rows than there are.
         causal: Row t of q_len sees the first seq_len - q_len + 1 + t keys; False: all of them.
         sinks: [H] fp32 logits, added to each row's denominator.
         kv_format: Name of a row of KV_FORMATS. None: the cache's dtype says it.
@@ -85,7 +88,7 @@ def decode(
             num_blocks=cache.num_blocks,
             causal=causal,
             num_tokens=ql_nope.shape[0],
-            max_q_len=None if contract.on_host(qo_indptr) else ql_nope.shape[0],
+            max_q_len=_bound(max_q_len, qo_indptr, ql_nope.shape[0]),
             check=check,
         )
     reasons.raise_if_any()
@@ -197,6 +200,7 @@ def prefill(
     kv_cache: Tensor | KVCache | None = None,
     block_table: Tensor | None = None,
     seq_lens: Tensor | None = None,
+    max_q_len: int | None = None,
     causal: bool = True,
     sinks: Tensor | None = None,
     kv_format: str | None = None,
@@ -224,6 +228,8 @@ def prefill(
         kv_cache: [num_blocks, block_size, row] or a KVCache. None: there is no context.
         block_table: [B, max_blocks] int32 pages of the context.
         seq_lens: [B] int32 tokens, context and new ones. None: there is no context.
+        max_q_len: The most new tokens of any one sequence. None: as qo_indptr says, or T where that is on a
+            device, which is as right, but may be planned for more rows than there are.
         causal: New token t sees the context and new tokens 0 to t; False: all of them.
         sinks: [H] fp32 logits, added to each row's denominator.
         kv_format: Name of a row of KV_FORMATS. None: the cache's dtype says it.
@@ -268,7 +274,7 @@ def prefill(
         num_blocks=None if cache is None else cache.num_blocks,
         causal=causal,
         num_tokens=q_nope.shape[0],
-        max_q_len=None if contract.on_host(qo_indptr) else q_nope.shape[0],
+        max_q_len=_bound(max_q_len, qo_indptr, q_nope.shape[0]),
         new_tokens_are_cached=False,
         check=check,
     )
@@ -326,7 +332,7 @@ def write_cache(
         k_scale: [1] fp32. Stored fp8 values are x / k_scale, saturated. Required with an fp8 cache.
         power_of_two: Round the scales in a row (of index keys, of fp8_ds_mla) up to powers of two, as some
             models are trained. Formats without such scales ignore it.
-        backend: A registry name, or "auto" for the first that accepts. Never falls back.
+        backend: A registry name, or "auto" for the preferred that accepts. Never falls back.
         check: Read device tensors back to check their values; this syncs.
 
     Raises:
@@ -363,6 +369,7 @@ def index_topk(
     seq_lens: Tensor,
     topk: int,
     qo_indptr: Tensor | None = None,
+    max_q_len: int | None = None,
     as_slots: bool = False,
     kv_format: str | None = None,
     out: Tensor | None = None,
@@ -380,6 +387,8 @@ def index_topk(
         seq_lens: [B] int32 tokens. Includes the tokens of this call.
         topk: K.
         qo_indptr: [B + 1] int32. None: one token a sequence.
+        max_q_len: The most query tokens of any one sequence. None: as qo_indptr says, or T where that is on a
+            device, which is as right, but may be planned for more rows than there are.
         as_slots: Return slots of the pages, page * block_size + offset, as `sparse_decode` takes them over a
             cache with the same pages, and not token ids.
         kv_format: "index_k" or another row of KV_FORMATS. None: the cache's dtype says it.
@@ -414,7 +423,7 @@ def index_topk(
             num_blocks=cache.num_blocks,
             causal=True,
             num_tokens=q.shape[0],
-            max_q_len=None if qo_indptr is None or contract.on_host(qo_indptr) else q.shape[0],
+            max_q_len=_bound(max_q_len, qo_indptr, q.shape[0]),
             check=check,
         )
     reasons.raise_if_any()
@@ -451,6 +460,11 @@ def _cache_of(
     if not sized:
         return None
     return planned.opened(reasons, kv_cache, ql_nope.shape[-1], q_pe.shape[-1], kv_format, k_scale, check)
+
+
+def _bound(given: int | None, qo_indptr: Tensor | None, tokens: int) -> int | None:
+    """The bound that a batch is told: what is known of a device without asking it."""
+    return given if given is not None or contract.on_host(qo_indptr) else tokens
 
 
 def _facts(op: str, like: Tensor, cache: KVCache, *, num_heads: int) -> Problem:

@@ -16,20 +16,21 @@ from anymla import api, contract
 
 _CACHE = "str? kv_format=None, Tensor? k_scale=None, str backend='auto'"
 _QUERIES = "Tensor? q_scale=None"
+_BOUND = "SymInt? max_q_len=None"
 _PAGES = "Tensor block_table, Tensor seq_lens"
 
 _SCHEMAS = {
     "decode": "Tensor ql_nope, Tensor q_pe, Tensor kv_cache, *, "
     f"{_PAGES}, float sm_scale, Tensor? qo_indptr=None, bool causal=True, Tensor? sinks=None, "
-    f"{_CACHE}, {_QUERIES}",
+    f"{_CACHE}, {_QUERIES}, {_BOUND}",
     "sparse_decode": "Tensor ql_nope, Tensor q_pe, Tensor kv_cache, *, "
     f"Tensor indices, float sm_scale, Tensor? counts=None, Tensor? sinks=None, {_CACHE}, {_QUERIES}",
     "prefill": "Tensor q_nope, Tensor q_pe, Tensor kv_c, Tensor k_pe, Tensor w_uk, Tensor w_uv, *, "
     "Tensor qo_indptr, float sm_scale, Tensor? kv_cache=None, Tensor? block_table=None, "
-    f"Tensor? seq_lens=None, bool causal=True, Tensor? sinks=None, {_CACHE}",
+    f"Tensor? seq_lens=None, bool causal=True, Tensor? sinks=None, {_CACHE}, {_BOUND}",
     "index_topk": "Tensor q, Tensor weights, Tensor index_cache, *, "
     f"{_PAGES}, int topk, Tensor? qo_indptr=None, bool as_slots=False, str? kv_format=None, "
-    "str backend='auto'",
+    f"str backend='auto', {_BOUND}",
     "write_cache": f"Tensor kv_c, Tensor k_pe, Tensor(a!) kv_cache, Tensor slot_mapping, *, "
     f"bool power_of_two=False, {_CACHE}",
 }

@@ -1,6 +1,7 @@
 """Every refusal of a wrong call, by its words; nothing is written, and nothing on a device is read back."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -470,6 +471,14 @@ def test_a_plan_of_a_prefill_names_the_context_that_its_batch_may_have(
     assert found == problem.features | ({Feature.CACHED_CONTEXT} if named else set())
 
 
+def test_a_bound_above_the_longest_changes_no_result_and_one_below_is_refused_where_it_is_seen() -> None:
+    call = step(qo_indptr=ints(0, 2, 2), check=True)
+    right = anymla.decode(**call).out
+    assert torch.equal(anymla.decode(**call, max_q_len=7).out, right)
+    with pytest.raises(InvalidInput, match="max_q_len got 1; needs at least 2, from qo_indptr"):
+        anymla.decode(**call, max_q_len=1)
+
+
 class TestOnADevice:
     """Meta tensors have no values: whoever reads one back fails."""
 
@@ -497,6 +506,21 @@ class TestOnADevice:
                 qo_indptr=torch.zeros(3, dtype=torch.int32, device="meta"),
                 block_size=4,
             )
+
+    @pytest.mark.parametrize(("bound", "planned"), [({}, 2), ({"max_q_len": 1}, 1)], ids=["all", "told"])
+    def test_a_call_is_planned_for_the_bound_that_is_told_or_for_all_tokens(
+        self, monkeypatch, bound, planned
+    ) -> None:
+        steps = []
+
+        def decode_plan(batch, problem, backend):
+            steps.append((batch.max_q_len, problem.q_len, Feature.MULTI_TOKEN in problem.features))
+            return SimpleNamespace(run=lambda *tensors, **options: None)
+
+        monkeypatch.setattr(plans, "decode_plan", decode_plan)
+        offsets = torch.zeros(3, dtype=torch.int32)
+        anymla.decode(**self.on_device(qo_indptr=offsets, **bound))
+        assert steps == [(planned, planned, planned > 1)]
 
     def test_devices_must_agree(self) -> None:
         with pytest.raises(InvalidInput, match="kv_cache got device cpu; needs meta, that of the queries"):

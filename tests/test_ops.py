@@ -26,7 +26,7 @@ def calls(dtype: torch.dtype = torch.float32):
         return torch.randn(shape, generator=g).to(dtype)
 
     q = new(3, 2, 8), new(3, 2, 4)
-    verify = {"qo_indptr": ints(0, 2, 3), "sm_scale": 0.3, "sinks": torch.zeros(2)}
+    verify = {"qo_indptr": ints(0, 2, 3), "sm_scale": 0.3, "sinks": torch.zeros(2), "max_q_len": 2}
     tokens = new(3, 2, 6), new(3, 2, 4), new(3, 8), new(3, 4), new(2, 6, 8), new(2, 8, 5)
     context = {"kv_cache": new(3, 4, 12), **pages()}
     return [
