@@ -42,6 +42,9 @@ def with_table(monkeypatch: pytest.MonkeyPatch):
     choose.cache_clear()
 
 
+NO_FNUZ = "Triton has no fp8e4b8 on NVIDIA, and reading e4m3fnuz by its bits is not verified there"
+
+
 @pytest.fixture
 def all_built(with_table) -> None:
     """The table as it will be once every backend is built."""
@@ -309,7 +312,7 @@ def test_a_quirk_sets_the_named_knob_of_the_plan(
 @pytest.mark.parametrize(
     ("arch", "kv_format", "reason", "nearest"),
     [
-        ("sm90", "fp8_e4m3fnuz", "Triton has no fp8e4b8 on NVIDIA", "would pass with kv_format bf16"),
+        ("sm90", "fp8_e4m3fnuz", NO_FNUZ, "would pass with kv_format bf16"),
     ],
 )
 def test_a_quirk_refuses_with_its_reason_and_the_way_around(
@@ -318,6 +321,20 @@ def test_a_quirk_refuses_with_its_reason_and_the_way_around(
     verdict = verdict_of("triton", V3.problem(kv_format=kv_format), machine_named(arch))
     assert verdict.reasons == (reason,)
     assert verdict.nearest == nearest
+
+
+@pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch.startswith("sm")])
+def test_nvidia_takes_e4m3fnuz_of_no_operand_and_every_amd_chip_both_flavours(arch: str) -> None:
+    v32, fnuz = model_named("deepseek-v3.2"), "fp8_e4m3fnuz"
+    asked = [v32.problem(op, kv_format=fnuz) for op in ("decode", "sparse_decode", "prefill", "write_cache")]
+    asked += [v32.problem("index_topk", q_dtype=q, kv_format="index_k_fnuz") for q in ("bf16", "fp8_e4m3fn")]
+    asked += [v32.problem("index_topk", q_dtype=fnuz, kv_format=kv) for kv in ("bf16", "index_k")]
+    asked += [v32.problem("index_topk", q_dtype=fnuz, kv_format="index_k_fnuz")]
+    for problem in asked:
+        verdict = verdict_of("triton", problem, machine_named(arch))
+        assert verdict.reasons.count(NO_FNUZ) == 1 and not verdict.accepted
+        assert verdict_of("triton", problem, machine_named("gfx942")).accepted
+        assert verdict_of("triton", problem, machine_named("gfx1201")).accepted
 
 
 def test_a_quirk_that_a_newer_version_fixes_refuses_only_the_older(all_built) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from anymla.problem import FOREIGN_FORMAT_NAMES, Feature
+from anymla.problem import FOREIGN_FORMAT_NAMES, KV_FORMAT_NAMES, Feature
 from anymla.rules import Between, Rule, asks, one_of
 
 
@@ -69,6 +69,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 _FP8_FNUZ = one_of("fp8_e4m3fnuz", "fp8_ds_mla_fnuz", "index_k_fnuz")
+_NO_FNUZ = one_of(*(name for name in KV_FORMAT_NAMES if not _FP8_FNUZ.accepts(name)))
 
 _CDNA = one_of("gfx942", "gfx950")
 _INDEX_KEYS = ("index_k", "index_k_fnuz", *FOREIGN_FORMAT_NAMES)
@@ -80,12 +81,15 @@ _PAGED_INDEX = {
 """Index keys token by token, in pages of several."""
 
 QUIRKS: tuple[Quirk, ...] = (
-    Quirk(
-        backend="triton",
-        arch=one_of("sm80", "sm86", "sm89", "sm90", "sm100", "sm120"),
-        when={"kv_format": _FP8_FNUZ},
-        refuse="Triton has no fp8e4b8 on NVIDIA",
-        source="Triton 3.6.0 and 3.9.0: CompilationError, compiled for sm_80 to sm_120",
+    *(
+        Quirk(
+            backend="triton",
+            arch=one_of("sm80", "sm86", "sm89", "sm90", "sm100", "sm120"),
+            when=when,
+            refuse="Triton has no fp8e4b8 on NVIDIA, and reading e4m3fnuz by its bits is not verified there",
+            source="Triton 3.6.0 and 3.9.0: CompilationError, compiled for sm_80 to sm_120",
+        )
+        for when in ({"kv_format": _FP8_FNUZ}, {"q_dtype": one_of("fp8_e4m3fnuz"), "kv_format": _NO_FNUZ})
     ),
     Quirk(
         backend="triton",
