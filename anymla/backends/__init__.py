@@ -178,6 +178,7 @@ _TRITON_COMPILED = replace(
     evidence="compiled",
     source="the same kernels, compiled for the chip in every launch row (docs/audit.md), not run there",
 )
+_TRITON_CHIPS = (_TRITON, _TRITON_EMULATED, _TRITON_COMPILED)
 _TRITON_PLANNED = replace(
     _TRITON,
     built=False,
@@ -226,7 +227,7 @@ _CPU = Backend(
 # Queries in fp8 meet a cache of the same values, each with its scale.
 _FP8_QUERIES = tuple(
     replace(row, op=one_of("decode", "sparse_decode"), q_dtype=one_of(fp8), kv_format=one_of(fp8))
-    for row in (_CPU,)
+    for row in (*(replace(r, evidence="compiled") for r in _TRITON_CHIPS), _CPU)
     for fp8 in ("fp8_e4m3fn", "fp8_e4m3fnuz")
 )
 
@@ -259,7 +260,7 @@ BACKENDS: tuple[Backend, ...] = (
     *(
         replace(row, arch=chips.arch)
         for row in (_TRITON_INDEX, _TRITON_INDEX_WRITE)
-        for chips in (_TRITON, _TRITON_EMULATED, _TRITON_COMPILED)
+        for chips in _TRITON_CHIPS
     ),
     _CPU,
     replace(

@@ -63,6 +63,14 @@ class Arch:
     tensor_columns: int = 0
     peaks: Peaks | None = None
 
+    @property
+    def sums_fp8_in_fp32(self) -> bool:
+        """Whether its matrix units sum products of that flavour in fp32; NVIDIA's keep fewer bits of them.
+
+        Source: CDNA3, CDNA4 and RDNA4 ISA references; DeepSeek-V3, arXiv 2412.19437, section 3.3.2.
+        """
+        return self.has_fp8 and self.vendor == "amd"
+
 
 KIB = 1024
 GIGA, TERA = 1e9, 1e12

@@ -5,6 +5,9 @@ from collections.abc import Callable
 from anymla.hardware.arches import ARCHES
 from anymla.hardware.launch import Launch, launch_rows
 
+FP8_QUERIES = ("",)
+"""Kernels of attention that take queries in fp8, by their module; "" is the portable one."""
+
 
 def attend_row(
     arch: str,
@@ -16,6 +19,7 @@ def attend_row(
     *,
     sparse: bool = False,
     element_bytes: int = 2,
+    fp8_queries: bool = False,
     refuses: Callable[[Launch], object] = lambda row: None,
 ) -> Launch:
     """The row that attention takes: of those that fit on the chip the first whose tile holds the rows.
@@ -29,7 +33,8 @@ def attend_row(
         kv_format: Of the cache.
         block_size: Tokens of a page.
         sparse: Whether keys are given one by one.
-        element_bytes: Of a query's element.
+        element_bytes: Of a query's element as it is multiplied.
+        fp8_queries: Whether queries may come in fp8.
         refuses: True, or a reason, for rows that do not take the call for another cause.
 
     Returns:
@@ -40,6 +45,7 @@ def attend_row(
         row
         for row in launch_rows("attend", arch)
         if not refuses(row)
+        and (not fp8_queries or row.kernel in FP8_QUERIES)
         and _kernel_takes(row, latent, rope, kv_format, sparse or block_size % row.block_n != 0)
         and (not room or attend_shared_bytes(row, arch, latent, rope, element_bytes) <= room)
     ]

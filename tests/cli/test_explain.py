@@ -77,6 +77,16 @@ def test_fp8_means_the_flavour_of_the_machine(machine: str, flavour: str) -> Non
     )
 
 
+@pytest.mark.parametrize("machine", ["gfx90a", "gfx942", "gfx1201", "sm90", "cpu"])
+def test_queries_in_fp8_are_taken_over_a_cache_like_them_alone(machine: str) -> None:
+    asked = ("--model", "deepseek-v3", "--machine", machine, "--dtype", "fp8")
+    taker = "cpu" if machine == "cpu" else "triton"
+    assert verdict(answer(*asked), taker)["accepted"]
+    refused = verdict(answer(*asked, "--kv", "bf16"), taker)
+    flavour = "fp8_e4m3fnuz" if machine == "gfx942" else "fp8_e4m3fn"
+    assert f"q_dtype got {flavour}; needs " in "; ".join(refused["reasons"])
+
+
 def test_an_indexer_of_pools_asks_for_the_best_pools() -> None:
     found = answer("--model", "glm-5.3-flash", "--machine", "gfx942", "--op", "index_topk")["problem"]
     assert (found["topk"], found["block_size"], found["num_heads"]) == (128, 4, 32)

@@ -17,6 +17,8 @@ from anymla.backends.triton_mla.keys import (
     FNUZ_RATIO,
     FP8_FN_BYTES,
     FP8_FNUZ_BYTES,
+    PLAIN,
+    converted,
     latent_of,
     load_block,
     rope_of,
@@ -68,6 +70,7 @@ def attend_kernel(
     stride_od,
     stride_lt,
     stride_lh,
+    q_scale,
     L: tl.constexpr,
     R: tl.constexpr,
     L_PADDED: tl.constexpr,
@@ -87,11 +90,15 @@ def attend_kernel(
     HAS_SINKS: tl.constexpr,
     HAS_LSE: tl.constexpr,
     AHEAD: tl.constexpr,
+    FP8_SCORES: tl.constexpr,
     SWAP: tl.constexpr,
     REREAD: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One stretch of the line a program; the grid is the number of stretches."""
+    """One stretch of the line a program; the grid is the number of stretches.
+
+    Queries in fp8 have a q_scale, and FORMAT is theirs too. With FP8_SCORES they meet the keys as they are.
+    """
     if OVERLAP:
         gdc_launch_dependents()
     program = tl.program_id(0)
@@ -105,6 +112,13 @@ def attend_kernel(
     if FORMAT == FP8_FNUZ_BYTES:
         key_scale = key_scale * FNUZ_RATIO
     score_scale = sm_scale_log2e * key_scale
+    Q_FORMAT: tl.constexpr = PLAIN if q_scale is None else FORMAT
+    if q_scale is not None:
+        score_scale = score_scale * tl.load(q_scale)
+    if Q_FORMAT == FP8_FN_BYTES:
+        score_scale = score_scale * FN_RATIO
+    if Q_FORMAT == FP8_FNUZ_BYTES:
+        score_scale = score_scale * FNUZ_RATIO
 
     WIDTH: tl.constexpr = L_PADDED // CHUNKS
     cols = tl.arange(0, WIDTH)
@@ -140,9 +154,9 @@ def attend_kernel(
             else:
                 q_r = q_l[0]
             row_scale = tl.full((BLOCK_M,), 0.0, tl.float32) + score_scale
-            if AHEAD:
+            if AHEAD and not FP8_SCORES:
                 # fp8 becomes fp16 in one step, exactly; queries of a wider range are halved into fp16.
-                q_l, q_r, row_scale = _in_fp16(q_l, q_r, row_scale, R, CHUNKS)
+                q_l, q_r, row_scale = _in_fp16(q_l, q_r, row_scale, R, CHUNKS, Q_FORMAT)
             top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             total = tl.zeros((BLOCK_M,), tl.float32)
 
@@ -306,22 +320,32 @@ def _load_rows(rows, live, cols, stride, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _in_fp16(q_l, q_r, row_scale, R: tl.constexpr, CHUNKS: tl.constexpr):
+def _in_fp16(q_l, q_r, row_scale, R: tl.constexpr, CHUNKS: tl.constexpr, FORMAT: tl.constexpr):
     """Queries in fp16, each row divided by a power of two that the scale of its scores makes up for."""
-    most = tl.max(tl.abs(q_l[0].to(tl.float32)), 1)
+    most = tl.max(tl.abs(converted(q_l[0], tl.float32, FORMAT)), 1)
     for chunk in tl.static_range(1, CHUNKS):
-        most = tl.maximum(most, tl.max(tl.abs(q_l[chunk].to(tl.float32)), 1))
+        most = tl.maximum(most, tl.max(tl.abs(converted(q_l[chunk], tl.float32, FORMAT)), 1))
     if R > 0:
-        most = tl.maximum(most, tl.max(tl.abs(q_r.to(tl.float32)), 1))
+        most = tl.maximum(most, tl.max(tl.abs(converted(q_r, tl.float32, FORMAT)), 1))
     # The exponent alone; 2^-126 for a row of zeros.
     power = (tl.maximum(most, 1.1754943508222875e-38).to(tl.int32, bitcast=True) & 0x7F800000).to(
         tl.float32, bitcast=True
     )
     divided = ()
     for chunk in tl.static_range(CHUNKS):
-        divided = divided + ((q_l[chunk].to(tl.float32) / power[:, None]).to(tl.float16),)
-    q_r = (q_r.to(tl.float32) / power[:, None]).to(tl.float16) if R > 0 else divided[0]
-    return divided, q_r, row_scale * power
+        half = (converted(q_l[chunk], tl.float32, FORMAT) / power[:, None]).to(tl.float16)
+        divided = divided + (_of_16_bits(half, q_l[0].dtype),)
+    half = (converted(q_r, tl.float32, FORMAT) / power[:, None]).to(tl.float16) if R > 0 else divided[0]
+    return divided, _of_16_bits(half, q_r.dtype), row_scale * power
+
+
+@triton.jit
+def _of_16_bits(half, loaded: tl.constexpr):
+    """Queries that Triton does not see to be loaded as bytes: it would hold keys twice, in two layouts."""
+    if loaded.primitive_bitwidth == 8:
+        return tl.sum(tl.expand_dims(half, 2), 2)
+    else:
+        return half
 
 
 @triton.jit
@@ -367,7 +391,8 @@ def _absorb(
     The latent goes in chunks, whose products do not wait for each other. With SWAP all products are
     transposed: keys and columns stand where matrix instructions want many rows.
     """
-    dtype: tl.constexpr = q_r.dtype
+    FP8_SCORES: tl.constexpr = q_r.dtype.primitive_bitwidth == 8
+    dtype: tl.constexpr = tl.float16 if FP8_SCORES else q_r.dtype
     if REREAD:
         # `more` is true, but only the loop knows: so queries are laid out as operands here, block by block,
         # and not once before the loop, in registers for all of them.
@@ -379,14 +404,16 @@ def _absorb(
     k_l = ()
     for chunk in tl.static_range(CHUNKS):
         k_l = k_l + (latent_of(block, chunk, dtype, R, CHUNKS, FORMAT),)
+    keys = block if FP8_SCORES else k_l
     if R > 0:
-        scores = _product(q_r, rope_of(block, dtype, CHUNKS, FORMAT), SWAP)
+        k_r = block[CHUNKS] if FP8_SCORES else rope_of(block, dtype, CHUNKS, FORMAT)
+        scores = _product(q_r, k_r, SWAP)
         for chunk in tl.static_range(CHUNKS):
-            scores += _product(q_l[chunk], k_l[chunk], SWAP)
+            scores += _product(q_l[chunk], keys[chunk], SWAP)
     else:
-        scores = _product(q_l[0], k_l[0], SWAP)
+        scores = _product(q_l[0], keys[0], SWAP)
         for chunk in tl.static_range(1, CHUNKS):
-            scores += _product(q_l[chunk], k_l[chunk], SWAP)
+            scores += _product(q_l[chunk], keys[chunk], SWAP)
     AXIS: tl.constexpr = 0 if SWAP else 1
     scores = tl.where(seen, scores * tl.expand_dims(row_scale, AXIS), float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, AXIS))

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from anymla.backends.triton_mla.attend import attend_kernel
 from anymla.backends.triton_mla.combine import combine_kernel
-from anymla.backends.triton_mla.elements import elements
+from anymla.backends.triton_mla.elements import elements, query_elements
+from anymla.backends.triton_mla.keys import PLAIN
 from anymla.backends.triton_mla.schedule import JOIN, schedule_kernel
 from anymla.backends.triton_mla.warpgroups import aligned, key_boxes, missing
 from anymla.contract import Batch, DecodeArgs, SparseArgs
+from anymla.hardware.arches import ARCHES
 from anymla.hardware.launch import Launch, launch_rows
 from anymla.hardware.probe import Machine
 from anymla.hardware.tiles import attend_row, padded
@@ -151,6 +153,7 @@ def _launch_for(problem: Problem, machine: Machine, rows: int) -> Launch:
         problem.block_size,
         sparse=problem.op == "sparse_decode",
         element_bytes=4 if problem.q_dtype == "fp32" else 2,
+        fp8_queries=problem.q_dtype.startswith("fp8"),
         refuses=lambda row: row.kernel and missing(),
     )
 
@@ -243,6 +246,9 @@ def _attend(
         "HAS_COUNTS": counts is not None,
         "HAS_SCALE": args.cache.scale is not None,
     }
+    queries = args.ql_nope, args.q_pe
+    if args.q_scale is not None:
+        queries = query_elements(args.ql_nope, form), query_elements(args.q_pe, form)
     placed = launch.kernel if data.dtype.itemsize > 1 or aligned(data) else ""
     if placed:
         own: dict[str, object]
@@ -263,13 +269,14 @@ def _attend(
             "CHUNKS": state.chunks,
             "R_PADDED": padded(problem.qk_rope_head_dim),
             "AHEAD": data.dtype.itemsize == 1,
+            "q_scale": args.q_scale,
+            "FP8_SCORES": args.q_scale is not None and _multiplies_fp8(state, form),
             "SWAP": launch.swap,
             "REREAD": launch.reread,
             "num_stages": launch.num_stages,
         }
     kernel[(state.num_stretches,)](
-        args.ql_nope,
-        args.q_pe,
+        *queries,
         data,
         args.cache.scale,
         table,
@@ -334,6 +341,14 @@ def _attend(
             num_stages=joining.num_stages,
             **({"launch_pdl": True} if joining.overlap else {}),
         )
+
+
+def _multiplies_fp8(state: State, form: int) -> bool:
+    """Whether queries in fp8 meet keys as they are: in sums of fp32, of products at least 32 deep."""
+    widths = [state.part_out.shape[-1] // state.chunks]
+    widths += [padded(state.problem.qk_rope_head_dim)] if state.problem.qk_rope_head_dim else []
+    chip = ARCHES.get(state.arch)
+    return form == PLAIN.value and chip is not None and chip.sums_fp8_in_fp32 and min(widths) >= 32
 
 
 def _copies(

@@ -19,3 +19,8 @@ def elements(cache: KVCache, arch: str) -> tuple[Tensor, int]:
     if native or not row.scaled:
         return cache.data, keys.PLAIN.value
     return cache.storage, (keys.FP8_FN_BYTES, keys.FP8_FNUZ_BYTES)[fnuz].value
+
+
+def query_elements(q: Tensor, form: int) -> Tensor:
+    """Queries in fp8 as device code reads a cache like them, which has this FORMAT on the chip."""
+    return q if form == keys.PLAIN.value else q.view(torch.uint8)

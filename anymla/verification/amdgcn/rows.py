@@ -207,6 +207,9 @@ def _attend(row: Launch, own: str) -> Iterator[Form]:
     yield Form(replace(sparse, kv_format=foreign), (90,), None, far=True)
     yield Form(replace(sparse, kv_format=tiled), (90,), None)
     yield Form(replace(sparse, kv_format=foreign_tiled), (90,), None, far=True)
+    yield Form(replace(usual, q_dtype=fp8, kv_format=fp8))
+    yield Form(replace(usual, q_dtype=foreign, kv_format=foreign, block_size=16, qk_rope_head_dim=0))
+    yield Form(replace(sparse, q_dtype=fp8, kv_format=fp8, block_size=16), (90,), None)
 
 
 def _combine(row: Launch, own: str) -> Iterator[Form]:

@@ -11,7 +11,7 @@ from itertools import product
 
 import torch
 
-from anymla.contract import Batch, DecodeArgs, IndexArgs, PrefillArgs, SparseArgs, WriteArgs
+from anymla.contract import Batch, DecodeArgs, IndexArgs, PrefillArgs, SparseArgs, WriteArgs, out_dtypes
 from anymla.hardware.probe import Machine
 from anymla.kv_cache import KV_FORMATS, KVCache
 from anymla.problem import Feature, Problem
@@ -82,7 +82,8 @@ class Call:
         tokens = self.num_seqs * p.q_len
         plan = triton_mla.plan_decode(self._batch(self.seq_len, cached=True), p, machine, {})
         ql_nope, q_pe = self._queries(tokens)
-        triton_mla.decode(DecodeArgs(ql_nope, q_pe, self._cache(), *self._rest(tokens)), plan)
+        args = DecodeArgs(ql_nope, q_pe, self._cache(), *self._rest(tokens), q_scale=self._q_scale())
+        triton_mla.decode(args, plan)
 
     def _sparse(self, machine: Machine) -> None:
         p = self.problem
@@ -90,7 +91,8 @@ class Call:
         indices = torch.empty(self.num_seqs, p.topk, dtype=torch.int32)
         counts = torch.empty(self.num_seqs, dtype=torch.int32) if self.counted else None
         ql_nope, q_pe = self._queries(self.num_seqs)
-        args = SparseArgs(ql_nope, q_pe, self._cache(), indices, counts, *self._rest(self.num_seqs))
+        rest, q_scale = self._rest(self.num_seqs), self._q_scale()
+        args = SparseArgs(ql_nope, q_pe, self._cache(), indices, counts, *rest, q_scale=q_scale)
         triton_mla.sparse_decode(args, plan)
 
     def _prefill(self, machine: Machine) -> None:
@@ -152,12 +154,16 @@ class Call:
         ql_nope = torch.empty(tokens, p.num_heads, p.kv_lora_rank, dtype=dtype)
         return ql_nope, torch.empty(tokens, p.num_heads, p.qk_rope_head_dim, dtype=dtype)
 
+    def _q_scale(self) -> torch.Tensor | None:
+        return torch.empty(1) if self.problem.q_dtype.startswith("fp8") else None
+
     def _rest(
         self, tokens: int, width: int | None = None
     ) -> tuple[float, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
         """Scale, sinks, out and lse."""
         p = self.problem
-        out = torch.empty(tokens, p.num_heads, width or p.kv_lora_rank, dtype=DTYPES[p.q_dtype])
+        dtype = out_dtypes(DTYPES[p.q_dtype])[0]
+        out = torch.empty(tokens, p.num_heads, width or p.kv_lora_rank, dtype=dtype)
         lse = torch.empty(tokens, p.num_heads) if Feature.LSE in p.features else None
         sinks = torch.empty(p.num_heads) if Feature.SINKS in p.features else None
         return 0.1, sinks, out, lse
@@ -191,6 +197,14 @@ def calls(machine: Machine) -> Iterator[Call]:
     for rank, rope in ((256, 32), (128, 32), (512, 0)):
         for heads in (16, 64):
             yield Call(replace(usual, kv_lora_rank=rank, qk_rope_head_dim=rope, num_heads=heads))
+
+    for kv_format, heads in product(FP8[:2], (16, 128)):
+        asked = {"num_heads": heads, "kv_format": kv_format, "q_dtype": kv_format}
+        yield Call(replace(usual, **asked))
+        yield Call(replace(sparse, **asked))
+    narrow = replace(usual, q_dtype=fp8, kv_format=fp8, kv_lora_rank=256, qk_rope_head_dim=0, block_size=16)
+    yield Call(narrow)
+    yield Call(replace(usual, q_dtype=fp8, kv_format=fp8), far=True)
 
     prefill = replace(usual, op="prefill", qk_nope_head_dim=128, v_head_dim=128)
     # Those of the models, and the widest that is offered.

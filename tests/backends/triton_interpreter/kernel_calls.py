@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from anymla.backends import triton_mla
-from anymla.contract import AttentionOutput, Batch, DecodeArgs, IndexArgs, PrefillArgs, SparseArgs
+from anymla.contract import AttentionOutput, Batch, DecodeArgs, IndexArgs, PrefillArgs, SparseArgs, out_dtypes
 from anymla.hardware.probe import Machine
 from anymla.kv_cache import KV_FORMATS
 from anymla.problem import Feature, Problem
-from anymla.verification.cases import DTYPES, Case
+from anymla.verification.cases import INDEX_DTYPES, Case
 from anymla.verification.checks import right_answer
 from anymla.verification.inputs import SINKS, Inputs, Widths, sparse_inputs
 from anymla.verification.judge import judge
@@ -63,12 +63,12 @@ def run(
     """Plan and run one attention call, into outputs full of NaN."""
     options, device = call.options, machine(arch)
     like = call.tensors[0]
-    out = torch.full(call.shape, torch.nan, dtype=like.dtype)
+    out = torch.full(call.shape, torch.nan, dtype=out_dtypes(like.dtype)[0])
     lse = torch.full(call.shape[:2], torch.nan) if Feature.LSE in problem.features else None
-    last = (options["sm_scale"], options["sinks"], out, lse)
+    last, q_scale = (options["sm_scale"], options["sinks"], out, lse), options.get("q_scale")
     if call.op == "sparse_decode":
         plan = triton_mla.plan_sparse_decode(call.num_rows, torch.device("cpu"), problem, device, {})
-        args = SparseArgs(*call.tensors, options["indices"], options["counts"], *last)
+        args = SparseArgs(*call.tensors, options["indices"], options["counts"], *last, q_scale)
         triton_mla.sparse_decode(args, plan)
         return AttentionOutput(out, lse)
     batch = step(call, problem)
@@ -76,7 +76,7 @@ def run(
         batch = replace(batch, seq_lens_host=None, qo_indptr_host=None)
     if call.op == "decode":
         triton_mla.decode(
-            DecodeArgs(*call.tensors, *last), triton_mla.plan_decode(batch, problem, device, {})
+            DecodeArgs(*call.tensors, *last, q_scale), triton_mla.plan_decode(batch, problem, device, {})
         )
     else:
         args = PrefillArgs(*call.tensors, options.get("cache"), *last)
@@ -152,7 +152,7 @@ def inputs(case: Case) -> Inputs:
         p.topk,
         num_tokens=6,
         seed=case.seed,
-        q_dtype=DTYPES[p.q_dtype],
+        q_dtype=INDEX_DTYPES[p.q_dtype],
         kv_format=p.kv_format,
         block_size=p.block_size,
         sinks=case.sinks,

@@ -56,6 +56,16 @@ def test_fp8_is_converted_by_a_chip_that_can(op, kv_format):
     require_right(call, run(call, case.problem, "gfx950"))
 
 
+@pytest.mark.parametrize("arch", ["gfx90a", "gfx950", "sm80", "sm89"])
+@pytest.mark.parametrize("op", ["decode", "sparse_decode"])
+def test_queries_in_fp8_are_multiplied_as_they_are_or_converted_as_the_keys_are(op, arch):
+    kv_format = "fp8_e4m3fn" if arch != "sm80" else "fp8_e4m3fnuz"
+    case = next(c for c in CASES if c.problem.op == op and c.problem.kv_format == kv_format)
+    case = replace(case, problem=replace(case.problem, q_dtype=kv_format))
+    call = inputs(case)
+    require_right(call, run(call, case.problem, arch))
+
+
 @pytest.mark.parametrize("op", COUNTS)
 def test_a_batch_invariant_row_has_the_same_bits_alone_and_in_any_batch(op):
     case = PLAIN[op]

@@ -22,6 +22,7 @@ import triton.language as tl
 from anymla import api, quantise_queries
 from anymla.hardware.arches import ARCHES
 from anymla.hardware.probe import this_machine
+from anymla.kv_cache import KV_FORMATS
 from anymla.verification.amdgcn.driver import emulated
 from anymla.verification.amdgcn.rows import check_row, row_cases, rows_taken
 from anymla.verification.checks import judge_ids, right_answer, run_call
@@ -62,6 +63,8 @@ def api_calls(chip: str) -> Iterator[tuple[str, Inputs]]:
         sparse_inputs(WIDE, 90, 40, 6, block_size=64, kv_format="fp8_ds_mla", **bf16),
     )
     few = replace(NARROW, num_heads=3)
+    fp8 = {**bf16, "q_dtype": KV_FORMATS[fp8_of(chip)].dtype, "kv_format": fp8_of(chip)}
+    yield "decode fp8 queries page 64", decode_inputs(few, *RAGGED, block_size=64, **fp8)
     yield (
         "prefill page 16",
         prefill_inputs(few, (70, 0, 33), (3, 40, 1), block_size=16, kv_format=fp8_of(chip), **bf16),
