@@ -217,6 +217,22 @@ def test_splits_fill_the_chip_within_what_quirks_allow(
     assert decode.split_count(rows, keys, 64, knobs) == splits
 
 
+@pytest.mark.parametrize("heads", [16, 12, 128])
+def test_queries_in_fp8_reach_the_kernel_as_they_are_with_their_scale(
+    double: AiterDouble, heads: int
+) -> None:
+    case = Case("HEAD", "gfx942", heads, "fp8", 1, False, False, "ragged")
+    plan, cache = plan_of(case, step([33, 0, 17], [1, 1, 1])), cases._values("fp8_e4m3fnuz")
+    nope, rope = cases._queries(heads, 3)
+    fp8, scale = operands.rounded(torch.cat((nope, rope), -1), torch.float8_e4m3fnuz)
+    out = torch.empty(3, heads, 512, dtype=torch.float16)
+    by_rounding = plan.run(nope, rope, cache, sm_scale=cases.SM_SCALE).out
+    parts = fp8[..., :512], fp8[..., 512:]
+    assert torch.equal(by_rounding, plan.run(*parts, cache, sm_scale=cases.SM_SCALE, q_scale=scale).out)
+    plan.run(*parts, cache, sm_scale=cases.SM_SCALE / 2, q_scale=2 * scale, out=out)
+    assert torch.equal(by_rounding.half(), out)
+
+
 def test_rounded_queries_come_back_by_their_scale() -> None:
     q = torch.randn(3, 2, 576).bfloat16()
     rounded, scale = operands.rounded(q, torch.float8_e4m3fnuz)
