@@ -3,7 +3,7 @@
 The same line, stretches and workspace as `attend`. Two warpgroups take turns: each has every second block of
 keys for scores and softmax, so that one multiplies while the other exponentiates; of the sums each holds half
 of the latent's columns, and so it multiplies the other's weights too. A third (`wgmma_copies`) fills a part
-of a block's room again as soon as its last reader has let it go.
+of a block's room again as soon as its last reader has let it go; bytes are converted by a third and a fourth.
 """
 
 from triton.experimental import gluon
@@ -35,9 +35,10 @@ from anymla.backends.triton_mla.wgmma_copies import (
     copy_keys,
 )
 
-# Registers of a thread; the first warpgroup has what is left of 504.
+# Registers of a thread; the first warpgroup has what is left of 504, or of 512 where two convert.
 COMPUTE_REGS = gl.constexpr(200)
 COPY_REGS = gl.constexpr(104)
+CONVERT_REGS = gl.constexpr(56)
 
 
 @gluon.jit(do_not_specialize=attend.OF_A_BATCH)
@@ -121,9 +122,14 @@ def attend_wgmma_kernel(
     weights = k_r if R == BLOCK_N else gl.allocate_shared_memory(dtype, [2, BLOCK_M, BLOCK_N], weights_at)
     tops = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], flat)
     totals = gl.allocate_shared_memory(gl.float32, [4, BLOCK_M], flat)
+    # One warpgroup converts too slowly for two that multiply.
+    COPIERS: gl.constexpr = 2 if cache.dtype.element_ty.primitive_bitwidth == 8 else 1
     bars = gl.allocate_shared_memory(gl.int64, [BARRIERS, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(BARRIERS):
-        mbarrier.init(bars.index(i), count=2 if i == QUERIES_READ else 1)
+        if i < FREE or i == QUERIES:
+            mbarrier.init(bars.index(i), count=COPIERS)
+        else:
+            mbarrier.init(bars.index(i), count=2 if i == QUERIES_READ else 1)
     fence_async_shared()
 
     if not SPARSE:
@@ -136,7 +142,7 @@ def attend_wgmma_kernel(
             (
                 _attend,
                 (
-                    0, q_l, q_r, k_l, k_r, weights, tops, totals, bars,
+                    0, COPIERS, q_l, q_r, k_l, k_r, weights, tops, totals, bars,
                     k_scale, seq_lens, qo_indptr, indices, counts, sinks, out, lse, part_out, part_lse,
                     line, stretches, sm_scale_log2e, num_seqs, num_heads, num_keys,
                     stride_indices, stride_indices_col, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
@@ -147,7 +153,7 @@ def attend_wgmma_kernel(
             (
                 _attend,
                 (
-                    1, q_l, q_r, k_l, k_r, weights, tops, totals, bars,
+                    1, COPIERS, q_l, q_r, k_l, k_r, weights, tops, totals, bars,
                     k_scale, seq_lens, qo_indptr, indices, counts, sinks, out, lse, part_out, part_lse,
                     line, stretches, sm_scale_log2e, num_seqs, num_heads, num_keys,
                     stride_indices, stride_indices_col, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
@@ -158,7 +164,7 @@ def attend_wgmma_kernel(
             (
                 copy_keys,
                 (
-                    q_l, q_r, k_l, k_r, bars,
+                    0, COPIERS, q_l, q_r, k_l, k_r, bars,
                     ql_nope, q_pe, cache, latents, ropes, block_table, seq_lens, qo_indptr, indices, counts,
                     line, stretches, num_seqs, num_heads, num_keys,
                     stride_qt, stride_qh, stride_qd, stride_pt, stride_ph, stride_pd,
@@ -168,15 +174,28 @@ def attend_wgmma_kernel(
                     HAS_COUNTS, FORMAT, BOXES, Q_COPIED, COPIED,
                 ),
             ),
-        ],
-        [4, 4],
-        [COMPUTE_REGS, COPY_REGS],
+            (
+                copy_keys,
+                (
+                    1, COPIERS, q_l, q_r, k_l, k_r, bars,
+                    ql_nope, q_pe, cache, latents, ropes, block_table, seq_lens, qo_indptr, indices, counts,
+                    line, stretches, num_seqs, num_heads, num_keys,
+                    stride_qt, stride_qh, stride_qd, stride_pt, stride_ph, stride_pd,
+                    stride_page, stride_token,
+                    stride_table, stride_table_col, stride_indices, stride_indices_col,
+                    L, R, BLOCK_M, BLOCK_N, BLOCK_SIZE, INVARIANT, PIECES, PIECE_BLOCKS, CAUSAL, SPARSE,
+                    HAS_COUNTS, FORMAT, BOXES, Q_COPIED, COPIED,
+                ),
+            ),
+        ][: 2 + COPIERS],
+        [4, 4, 4] if COPIERS == 2 else [4, 4],
+        [COMPUTE_REGS, CONVERT_REGS, CONVERT_REGS] if COPIERS == 2 else [COMPUTE_REGS, COPY_REGS],
     )  # fmt: skip
 
 
 @gluon.jit
 def _attend(
-    SIDE: gl.constexpr, q_l, q_r, k_l, k_r, weights, tops, totals, bars,
+    SIDE: gl.constexpr, COPIERS: gl.constexpr, q_l, q_r, k_l, k_r, weights, tops, totals, bars,
     k_scale, seq_lens, qo_indptr, indices, counts, sinks, out, lse, part_out, part_lse,
     line, stretches, sm_scale_log2e, num_seqs, num_heads, num_keys,
     stride_indices, stride_indices_col, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
@@ -189,7 +208,8 @@ def _attend(
     HALF: gl.constexpr = L // 2
     OTHER: gl.constexpr = 1 - SIDE
     scores_at: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    acc_at: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
+    # The registers of 512 threads are 128 each at first: too few for products of 256 columns, says ptxas.
+    acc_at: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF // COPIERS, 16])
     rows_at: gl.constexpr = gl.SliceLayout(1, scores_at)
     out_rows_at: gl.constexpr = gl.SliceLayout(1, acc_at)
 
