@@ -68,6 +68,7 @@ def test_queries_in_fp8_go_to_a_kernel_that_takes_them(arch: str) -> None:
     for rows, block_size, sparse in product((1, 16, 17, 128), (1, 64), (False, True)):
         row = attend_row(arch, rows, 512, 64, "fp8_e4m3fn", block_size, sparse=sparse, fp8_queries=True)
         assert row.kernel in FP8_QUERIES
+        assert row.kernel == ("attend_wgmma" if arch == "sm90" else "")
 
 
 def test_a_row_that_is_refused_is_passed_over() -> None:

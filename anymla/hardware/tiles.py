@@ -5,7 +5,7 @@ from collections.abc import Callable
 from anymla.hardware.arches import ARCHES
 from anymla.hardware.launch import Launch, launch_rows
 
-FP8_QUERIES = ("",)
+FP8_QUERIES = ("", "attend_wgmma")
 """Kernels of attention that take queries in fp8, by their module; "" is the portable one."""
 
 

@@ -83,6 +83,7 @@ def attend_wgmma_kernel(
     stride_lh,
     latents,
     ropes,
+    q_scale,
     L: gl.constexpr,
     R: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -109,7 +110,8 @@ def attend_wgmma_kernel(
         gdc_launch_dependents()
     HALF: gl.constexpr = L // 2
     R_ROOM: gl.constexpr = max(R, 16)
-    dtype: gl.constexpr = ql_nope.dtype.element_ty
+    # Queries in fp8 meet keys like them in fp16, which holds both exactly and takes one conversion a pair.
+    dtype: gl.constexpr = gl.float16 if q_scale is not None else ql_nope.dtype.element_ty
     wide: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, HALF], dtype)
     narrow: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, R_ROOM], dtype)
     weights_at: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_N], dtype)
@@ -142,7 +144,7 @@ def attend_wgmma_kernel(
             (
                 _attend,
                 (
-                    0, COPIERS, q_l, q_r, k_l, k_r, weights, tops, totals, bars,
+                    0, COPIERS, q_l, q_r, k_l, k_r, weights, tops, totals, bars, q_scale,
                     k_scale, seq_lens, qo_indptr, indices, counts, sinks, out, lse, part_out, part_lse,
                     line, stretches, sm_scale_log2e, num_seqs, num_heads, num_keys,
                     stride_indices, stride_indices_col, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
@@ -153,7 +155,7 @@ def attend_wgmma_kernel(
             (
                 _attend,
                 (
-                    1, COPIERS, q_l, q_r, k_l, k_r, weights, tops, totals, bars,
+                    1, COPIERS, q_l, q_r, k_l, k_r, weights, tops, totals, bars, q_scale,
                     k_scale, seq_lens, qo_indptr, indices, counts, sinks, out, lse, part_out, part_lse,
                     line, stretches, sm_scale_log2e, num_seqs, num_heads, num_keys,
                     stride_indices, stride_indices_col, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
@@ -195,7 +197,7 @@ def attend_wgmma_kernel(
 
 @gluon.jit
 def _attend(
-    SIDE: gl.constexpr, COPIERS: gl.constexpr, q_l, q_r, k_l, k_r, weights, tops, totals, bars,
+    SIDE: gl.constexpr, COPIERS: gl.constexpr, q_l, q_r, k_l, k_r, weights, tops, totals, bars, q_scale,
     k_scale, seq_lens, qo_indptr, indices, counts, sinks, out, lse, part_out, part_lse,
     line, stretches, sm_scale_log2e, num_seqs, num_heads, num_keys,
     stride_indices, stride_indices_col, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
@@ -220,6 +222,8 @@ def _attend(
     end = gl.load(stretches + 3 * program + 5)
     key_scale = gl.load(k_scale) if HAS_SCALE else 1.0
     score_scale = sm_scale_log2e * key_scale
+    if q_scale is not None:
+        score_scale = score_scale * gl.load(q_scale)
     used_0 = 0
     used_1 = 0
     done = 0

@@ -257,6 +257,8 @@ def _attend(
             own = {"RING": launch.num_stages // 2}
         else:
             own = _copies(args, data, problem, launch)
+        if placed == "attend_wgmma":
+            own["q_scale"] = args.q_scale
     else:
         if launch.kernel:
             # Bytes that lie anyhow go to the portable kernel, whose tiles are the same.
@@ -355,14 +357,14 @@ def _copies(
     args: DecodeArgs | SparseArgs, data: Tensor, problem: Problem, launch: Launch
 ) -> dict[str, object]:
     """How keys and queries come on chip: in boxes, row by row, or through registers."""
-    copied = data.dtype == args.ql_nope.dtype and aligned(data)
+    copied = data.dtype == args.out.dtype and aligned(data)
     boxes = key_boxes(data, problem, launch.block_n) if copied and problem.op == "decode" else None
     latents, ropes = boxes or (None, None)
     return {
         "latents": latents,
         "ropes": ropes,
         "BOXES": boxes is not None,
-        "Q_COPIED": aligned(args.ql_nope, args.q_pe),
+        "Q_COPIED": args.q_scale is None and aligned(args.ql_nope, args.q_pe),
         "COPIED": copied,
     }
 
