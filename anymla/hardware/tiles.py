@@ -90,8 +90,9 @@ def attend_shared_bytes(row: Launch, arch: str, latent: int, rope: int, element_
         weights = 0 if rope == row.block_n else 2 * weights
         return element_bytes * (row.block_m * (latent + rope) + 2 * block + weights) + 32 * row.block_m
     in_flight = row.num_stages if row.kernel or row.block_m >= 64 else max(row.num_stages - 1, 1)
-    indices = 4 * row.block_n * in_flight
-    return element_bytes * (row.block_m * (latent + rope) + in_flight * block + weights) + indices
+    # Four warps' maxima and barriers; elsewhere where each key lies.
+    beside = 16 * row.block_m + 32 if row.kernel else 4 * row.block_n * in_flight
+    return element_bytes * (row.block_m * (latent + rope) + in_flight * block + weights) + beside
 
 
 def prefill_row(
