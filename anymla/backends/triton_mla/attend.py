@@ -156,7 +156,7 @@ def attend_kernel(
             row_scale = tl.full((BLOCK_M,), 0.0, tl.float32) + score_scale
             if AHEAD and not FP8_SCORES:
                 # fp8 becomes fp16 in one step, exactly; queries of a wider range are halved into fp16.
-                q_l, q_r, row_scale = _in_fp16(q_l, q_r, row_scale, R, CHUNKS, Q_FORMAT)
+                q_l, q_r, row_scale = _in_fp16(q_l, q_r, row_scale, R, CHUNKS, Q_FORMAT, REREAD)
             top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             total = tl.zeros((BLOCK_M,), tl.float32)
 
@@ -320,7 +320,10 @@ def _load_rows(rows, live, cols, stride, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _in_fp16(q_l, q_r, row_scale, R: tl.constexpr, CHUNKS: tl.constexpr, FORMAT: tl.constexpr):
+def _in_fp16(
+    q_l, q_r, row_scale,
+    R: tl.constexpr, CHUNKS: tl.constexpr, FORMAT: tl.constexpr, REREAD: tl.constexpr,
+):  # fmt: skip
     """Queries in fp16, each row divided by a power of two that the scale of its scores makes up for."""
     most = tl.max(tl.abs(converted(q_l[0], tl.float32, FORMAT)), 1)
     for chunk in tl.static_range(1, CHUNKS):
@@ -334,15 +337,18 @@ def _in_fp16(q_l, q_r, row_scale, R: tl.constexpr, CHUNKS: tl.constexpr, FORMAT:
     divided = ()
     for chunk in tl.static_range(CHUNKS):
         half = (converted(q_l[chunk], tl.float32, FORMAT) / power[:, None]).to(tl.float16)
-        divided = divided + (_of_16_bits(half, q_l[0].dtype),)
+        divided = divided + (_of_16_bits(half, q_l[0].dtype, REREAD),)
     half = (converted(q_r, tl.float32, FORMAT) / power[:, None]).to(tl.float16) if R > 0 else divided[0]
-    return divided, _of_16_bits(half, q_r.dtype), row_scale * power
+    return divided, _of_16_bits(half, q_r.dtype, REREAD), row_scale * power
 
 
 @triton.jit
-def _of_16_bits(half, loaded: tl.constexpr):
-    """Queries that Triton does not see to be loaded as bytes: it would hold keys twice, in two layouts."""
-    if loaded.primitive_bitwidth == 8:
+def _of_16_bits(half, loaded: tl.constexpr, REREAD: tl.constexpr):
+    """Queries that Triton does not see to be loaded as bytes: it would hold keys twice, in two layouts.
+
+    Where they are reread, it would not, and the sum takes registers.
+    """
+    if loaded.primitive_bitwidth == 8 and not REREAD:
         return tl.sum(tl.expand_dims(half, 2), 2)
     else:
         return half
