@@ -6,7 +6,7 @@ import pytest
 
 from anymla.hardware.arches import ARCHES
 from anymla.hardware.launch import launch_rows
-from anymla.hardware.tiles import FP8_QUERIES, attend_row, attend_shared_bytes
+from anymla.hardware.tiles import attend_row, attend_shared_bytes
 from anymla.models import MODELS
 from anymla.problem import KV_FORMAT_NAMES
 
@@ -61,14 +61,6 @@ def test_what_a_kernel_has_no_layouts_for_goes_to_the_portable_one() -> None:
     assert attend_row("sm90", 16, 384, 64, "bf16", 64).kernel == ""
     assert attend_row("sm90", 16, 512, 16, "fp8_e4m3fn", 64).kernel == "attend_wgmma"
     assert attend_row("sm90", 64, 512, 48, "bf16", 64).kernel == ""
-
-
-@pytest.mark.parametrize("arch", GPUS)
-def test_queries_in_fp8_go_to_a_kernel_that_takes_them(arch: str) -> None:
-    for rows, block_size, sparse in product((1, 16, 17, 128), (1, 64), (False, True)):
-        row = attend_row(arch, rows, 512, 64, "fp8_e4m3fn", block_size, sparse=sparse, fp8_queries=True)
-        assert row.kernel in FP8_QUERIES
-        assert row.kernel == ("attend_wgmma" if arch == "sm90" else "")
 
 
 def test_a_row_that_is_refused_is_passed_over() -> None:

@@ -178,7 +178,6 @@ def launch_row(answer: Answer) -> Launch | None:
         problem.kv_format,
         problem.block_size,
         sparse=problem.op == "sparse_decode",
-        fp8_queries=problem.q_dtype.startswith("fp8"),
     )
 
 

@@ -5,9 +5,6 @@ from collections.abc import Callable
 from anymla.hardware.arches import ARCHES
 from anymla.hardware.launch import Launch, launch_rows
 
-FP8_QUERIES = ("", "attend_wgmma")
-"""Kernels of attention that take queries in fp8, by their module; "" is the portable one."""
-
 
 def attend_row(
     arch: str,
@@ -19,7 +16,6 @@ def attend_row(
     *,
     sparse: bool = False,
     element_bytes: int = 2,
-    fp8_queries: bool = False,
     refuses: Callable[[Launch], object] = lambda row: None,
 ) -> Launch:
     """The row that attention takes: of those that fit on the chip the first whose tile holds the rows.
@@ -34,7 +30,6 @@ def attend_row(
         block_size: Tokens of a page.
         sparse: Whether keys are given one by one.
         element_bytes: Of a query's element as it is multiplied.
-        fp8_queries: Whether queries may come in fp8.
         refuses: True, or a reason, for rows that do not take the call for another cause.
 
     Returns:
@@ -45,17 +40,17 @@ def attend_row(
         row
         for row in launch_rows("attend", arch)
         if not refuses(row)
-        and (not fp8_queries or row.kernel in FP8_QUERIES)
         and _kernel_takes(row, latent, rope, kv_format, sparse or block_size % row.block_n != 0)
         and (not room or attend_shared_bytes(row, arch, latent, rope, element_bytes) <= room)
     ]
     assert fits, f"no launch row of attend takes {rows} rows of {latent} + {rope} on {arch}"
     apart = sparse or block_size % max(row.block_n for row in fits) != 0
+    most = max(row.block_m for row in fits)
+    fits = [row for row in fits if row.block_m >= min(rows, most)]
     if apart or kv_format.startswith("fp8"):
         # What a warpgroup of its own gathers or converts costs the others nothing, however few the rows.
         fits = [row for row in fits if row.kernel] or fits
-    most = max(row.block_m for row in fits)
-    return next(row for row in fits if row.block_m >= min(rows, most))
+    return fits[0]
 
 
 def _kernel_takes(row: Launch, latent: int, rope: int, kv_format: str, apart: bool) -> bool:

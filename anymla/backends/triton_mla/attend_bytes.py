@@ -1,9 +1,10 @@
 """The attention kernel for few rows over fp8 keys, which stay bytes until they are multiplied.
 
 The same line, stretches and workspace as `attend`. A warpgroup copies rows as they are stored; two others
-have every second block each, and join their sums at the end of an item. Two neighbouring bytes travel as one
-16-bit element, which is what the chip transposes, and become two operands in registers: so the products of
-even and of odd columns are apart, and each byte passes on-chip memory once a use.
+have every second block each, and join their sums at the end of an item. Whole blocks of one page come in
+boxes. Two neighbouring bytes travel as one 16-bit element, which is what the chip transposes, and become two
+operands in registers: so the products of even and of odd columns are apart, and each byte passes on-chip
+memory once a use.
 """
 
 from triton.experimental import gluon
@@ -12,11 +13,12 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from anymla.backends.triton_mla import attend
+from anymla.backends.triton_mla import attend, warpgroups
 from anymla.backends.triton_mla.warpgroup_parts import (
     LN_2,
     announce,
     key_span,
+    load_box,
     page_of,
     placed_item,
     rows_of,
@@ -28,8 +30,7 @@ from anymla.backends.triton_mla.warpgroup_parts import (
 COMPUTE_REGS = gl.constexpr(216)
 COPY_REGS = gl.constexpr(64)
 
-PAIRS = gl.constexpr(64)
-"""Pairs of bytes that are one operand of a product."""
+PAIRS = gl.constexpr(warpgroups.PAIRS)
 
 
 @gluon.jit(do_not_specialize=attend.OF_A_BATCH)
@@ -72,6 +73,9 @@ def attend_bytes_kernel(
     stride_od,
     stride_lt,
     stride_lh,
+    q_scale,
+    latents,
+    ropes,
     L: gl.constexpr,
     R: gl.constexpr,
     BLOCK_M: gl.constexpr,
@@ -88,28 +92,37 @@ def attend_bytes_kernel(
     HAS_SINKS: gl.constexpr,
     HAS_LSE: gl.constexpr,
     OVERLAP: gl.constexpr,
-    RING: gl.constexpr,
+    ROOMS: gl.constexpr,
+    BOXES: gl.constexpr,
 ):
-    """One stretch of the line a program; the grid is the number of stretches."""
+    """One stretch of the line a program; the grid is the number of stretches.
+
+    Queries in fp8 have a q_scale. With BOXES whole blocks are boxes of `latents` and of `ropes`.
+    """
     gl.static_assert(gl.num_warps() == 4)
+    # So the blocks of an item that come to one room are one warpgroup's, which waits for each of them.
+    gl.static_assert(ROOMS % 2 == 0)
     if OVERLAP:
         gdc_launch_dependents()
     swizzled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     R_PAIRS: gl.constexpr = max(R // 2, 16)
+    TILES: gl.constexpr = L // (2 * PAIRS)
+    l_at: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, PAIRS], gl.float16)
+    r_at: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, R_PAIRS], gl.float16)
     q_l = gl.allocate_shared_memory(gl.float16, [L // PAIRS, BLOCK_M, PAIRS], swizzled)
     q_r = gl.allocate_shared_memory(gl.float16, [2, BLOCK_M, R_PAIRS], swizzled)
     powers = gl.allocate_shared_memory(gl.float32, [1, BLOCK_M], flat)
-    k_l = gl.allocate_shared_memory(gl.int16, [2 * RING, BLOCK_N, L // 2], swizzled)
-    k_r = gl.allocate_shared_memory(gl.int16, [2 * RING, BLOCK_N, R_PAIRS], swizzled)
+    k_l = gl.allocate_shared_memory(gl.float16, [ROOMS * TILES, BLOCK_N, PAIRS], l_at)
+    k_r = gl.allocate_shared_memory(gl.float16, [ROOMS, BLOCK_N, R_PAIRS], r_at)
     weights = gl.allocate_shared_memory(gl.float16, [2, BLOCK_M, BLOCK_N], swizzled)
     sums = gl.allocate_shared_memory(gl.float32, [L // PAIRS, BLOCK_M, PAIRS], swizzled)
     totals = gl.allocate_shared_memory(gl.float32, [2, BLOCK_M], flat)
-    full = gl.allocate_shared_memory(gl.int64, [2 * RING, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [2 * RING, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [ROOMS, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [ROOMS, 1], mbarrier.MBarrierLayout())
     # Queries are there; the second's sums are there, have been read.
     turns = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2 * RING):
+    for i in gl.static_range(ROOMS):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
     for i in gl.static_range(3):
@@ -127,36 +140,37 @@ def attend_bytes_kernel(
                 _attend,
                 (
                     0, q_l, q_r, powers, k_l, k_r, weights, sums, totals, full, free, turns,
-                    ql_nope, q_pe, k_scale, seq_lens, qo_indptr, indices, counts, sinks,
+                    ql_nope, q_pe, q_scale, k_scale, seq_lens, qo_indptr, indices, counts, sinks,
                     out, lse, part_out, part_lse,
                     line, stretches, sm_scale_log2e, num_seqs, num_heads, num_keys,
                     stride_qt, stride_qh, stride_qd, stride_pt, stride_ph, stride_pd,
                     stride_indices, stride_indices_col, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
                     L, R, BLOCK_M, BLOCK_N, INVARIANT, PIECES, PIECE_BLOCKS, CAUSAL, SPARSE,
-                    HAS_COUNTS, HAS_SCALE, HAS_SINKS, HAS_LSE, RING,
+                    HAS_COUNTS, HAS_SCALE, HAS_SINKS, HAS_LSE, ROOMS,
                 ),
             ),
             (
                 _attend,
                 (
                     1, q_l, q_r, powers, k_l, k_r, weights, sums, totals, full, free, turns,
-                    ql_nope, q_pe, k_scale, seq_lens, qo_indptr, indices, counts, sinks,
+                    ql_nope, q_pe, q_scale, k_scale, seq_lens, qo_indptr, indices, counts, sinks,
                     out, lse, part_out, part_lse,
                     line, stretches, sm_scale_log2e, num_seqs, num_heads, num_keys,
                     stride_qt, stride_qh, stride_qd, stride_pt, stride_ph, stride_pd,
                     stride_indices, stride_indices_col, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
                     L, R, BLOCK_M, BLOCK_N, INVARIANT, PIECES, PIECE_BLOCKS, CAUSAL, SPARSE,
-                    HAS_COUNTS, HAS_SCALE, HAS_SINKS, HAS_LSE, RING,
+                    HAS_COUNTS, HAS_SCALE, HAS_SINKS, HAS_LSE, ROOMS,
                 ),
             ),
             (
                 _copy,
                 (
-                    k_l, k_r, full, free, cache, block_table, seq_lens, qo_indptr, indices, counts,
+                    k_l, k_r, full, free, latents, ropes,
+                    cache, block_table, seq_lens, qo_indptr, indices, counts,
                     line, stretches, num_seqs, num_heads, num_keys, stride_page, stride_token,
                     stride_table, stride_table_col, stride_indices, stride_indices_col,
                     L, R, BLOCK_M, BLOCK_N, BLOCK_SIZE, INVARIANT, PIECES, PIECE_BLOCKS, CAUSAL, SPARSE,
-                    HAS_COUNTS, RING,
+                    HAS_COUNTS, ROOMS, BOXES,
                 ),
             ),
         ],
@@ -167,12 +181,13 @@ def attend_bytes_kernel(
 
 @gluon.jit
 def _copy(
-    k_l, k_r, full, free, cache, block_table, seq_lens, qo_indptr, indices, counts,
+    k_l, k_r, full, free, latents, ropes, cache, block_table, seq_lens, qo_indptr, indices, counts,
     line, stretches, num_seqs, num_heads, num_keys, stride_page, stride_token,
     stride_table, stride_table_col, stride_indices, stride_indices_col,
     L: gl.constexpr, R: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     INVARIANT: gl.constexpr, PIECES: gl.constexpr, PIECE_BLOCKS: gl.constexpr,
-    CAUSAL: gl.constexpr, SPARSE: gl.constexpr, HAS_COUNTS: gl.constexpr, RING: gl.constexpr,
+    CAUSAL: gl.constexpr, SPARSE: gl.constexpr, HAS_COUNTS: gl.constexpr,
+    ROOMS: gl.constexpr, BOXES: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup that copies keys as they are stored."""
     copies_at: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -182,8 +197,8 @@ def _copy(
     end_item = gl.load(stretches + 3 * program + 1)
     start = gl.load(stretches + 3 * program + 2)
     end = gl.load(stretches + 3 * program + 5)
-    used_0 = 0
-    used_1 = 0
+    TILES: gl.constexpr = L // (2 * PAIRS)
+    used = 0
     for item in range(first_item, end_item):
         seq, first_row, _q_start, q_len, seq_len, lo, hi, _whole, _slot = placed_item(
             item, first_item, start, end, program, line, seq_lens, qo_indptr, counts, num_seqs, num_keys,
@@ -201,31 +216,44 @@ def _copy(
                 table_stride = stride_table_col
             blocks = gl.maximum((end_key - start_key + BLOCK_N - 1) // BLOCK_N, 0)
             page = page_of(
-                table, table_stride, start_key, end_key, BLOCK_N, BLOCK_SIZE, SPARSE, False, keys_at
+                table, table_stride, start_key, end_key, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, keys_at
             )
             for block in range(blocks):
                 key = start_key + block * BLOCK_N
-                rows, valid = rows_of(
-                    cache, page, key, end_key, stride_page, stride_token, BLOCK_N, BLOCK_SIZE, SPARSE, keys_at
-                )
+                here = page
                 page = page_of(
-                    table, table_stride, key + BLOCK_N, end_key, BLOCK_N, BLOCK_SIZE, SPARSE, False, keys_at
+                    table, table_stride, key + BLOCK_N, end_key, BLOCK_N, BLOCK_SIZE, SPARSE, BOXES, keys_at
                 )
-                side = block & 1
-                used = gl.where(side == 0, used_0, used_1) + block // 2
-                place = side * RING + used % RING
-                mbarrier.wait(free.index(place), ((used // RING) & 1) ^ 1)
-                pairs = rows.to(gl.pointer_type(gl.int16))
-                cols = gl.arange(0, L // 2, gl.SliceLayout(0, copies_at))
-                async_copy.async_copy_global_to_shared(k_l.index(place), pairs + cols[None, :], mask=valid)
-                if R > 0:
-                    cols_r = L // 2 + gl.arange(0, R // 2, gl.SliceLayout(0, copies_at))
-                    async_copy.async_copy_global_to_shared(
-                        k_r.index(place), pairs + cols_r[None, :], mask=valid
-                    )
-                announce(full.index(place), True)
-            used_0 += (blocks + 1) // 2
-            used_1 += blocks // 2
+                place = (used + block) % ROOMS
+                mbarrier.wait(free.index(place), (((used + block) // ROOMS) & 1) ^ 1)
+                bar = full.index(place)
+                if BOXES and key + BLOCK_N <= end_key:
+                    # Rows may have been copied here before.
+                    fence_async_shared()
+                    row = here * BLOCK_SIZE + key % BLOCK_SIZE
+                    mbarrier.expect(bar, BLOCK_N * (L + R))
+                    for tile in gl.static_range(TILES):
+                        load_box(latents, [row, tile * PAIRS], bar, k_l.index(place * TILES + tile))
+                    if R > 0:
+                        load_box(ropes, [row, L // 2], bar, k_r.index(place))
+                else:
+                    rows, valid = rows_of(
+                        cache, here, key, end_key, stride_page, stride_token,
+                        BLOCK_N, BLOCK_SIZE, SPARSE, keys_at,
+                    )  # fmt: skip
+                    pairs = rows.to(gl.pointer_type(gl.float16))
+                    for tile in gl.static_range(TILES):
+                        cols = tile * PAIRS + gl.arange(0, PAIRS, gl.SliceLayout(0, copies_at))
+                        async_copy.async_copy_global_to_shared(
+                            k_l.index(place * TILES + tile), pairs + cols[None, :], mask=valid
+                        )
+                    if R > 0:
+                        cols_r = L // 2 + gl.arange(0, R // 2, gl.SliceLayout(0, copies_at))
+                        async_copy.async_copy_global_to_shared(
+                            k_r.index(place), pairs + cols_r[None, :], mask=valid
+                        )
+                    announce(bar, True)
+            used += blocks
 
 
 @gluon.jit
@@ -275,7 +303,8 @@ def _columns(odd: gl.constexpr, WIDTH: gl.constexpr, LAYOUT: gl.constexpr):
 @gluon.jit
 def _attend(
     SIDE: gl.constexpr, q_l, q_r, powers, k_l, k_r, weights, sums, totals, full, free, turns,
-    ql_nope, q_pe, k_scale, seq_lens, qo_indptr, indices, counts, sinks, out, lse, part_out, part_lse,
+    ql_nope, q_pe, q_scale, k_scale, seq_lens, qo_indptr, indices, counts, sinks,
+    out, lse, part_out, part_lse,
     line, stretches, sm_scale_log2e, num_seqs, num_heads, num_keys,
     stride_qt, stride_qh, stride_qd, stride_pt, stride_ph, stride_pd,
     stride_indices, stride_indices_col, stride_ot, stride_oh, stride_od, stride_lt, stride_lh,
@@ -283,7 +312,7 @@ def _attend(
     INVARIANT: gl.constexpr, PIECES: gl.constexpr, PIECE_BLOCKS: gl.constexpr,
     CAUSAL: gl.constexpr, SPARSE: gl.constexpr,
     HAS_COUNTS: gl.constexpr, HAS_SCALE: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
-    RING: gl.constexpr,
+    ROOMS: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: blocks SIDE, SIDE + 2, ... of each item; the first writes out."""
     sums_at: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4], [16, 8])
@@ -296,6 +325,9 @@ def _attend(
     start = gl.load(stretches + 3 * program + 2)
     end = gl.load(stretches + 3 * program + 5)
     key_scale = gl.load(k_scale) if HAS_SCALE else 1.0
+    score_scale = sm_scale_log2e * key_scale
+    if q_scale is not None:
+        score_scale *= gl.load(q_scale)
     used = 0
     done = 0
     for item in range(first_item, end_item):
@@ -333,24 +365,24 @@ def _attend(
             ropes = ()
             for part in gl.static_range(2 if R > 0 else 0):
                 ropes = ropes + (q_r.index(part).load(left_at),)
-            row_scale = powers.index(0).load(rows_at) * (sm_scale_log2e * key_scale)
+            row_scale = powers.index(0).load(rows_at) * score_scale
             for block in range(SIDE, blocks, 2):
-                place = SIDE * RING + used % RING
+                place = (used + block) % ROOMS
                 keys_now = start_key + block * BLOCK_N + gl.arange(0, BLOCK_N, gl.SliceLayout(0, sums_at))
                 if SPARSE:
                     slots = gl.load(table + keys_now * stride_indices_col, mask=keys_now < end_key, other=-1)
                     seen = (slots >= 0)[None, :]
                 else:
                     seen = keys_now[None, :] < visible[:, None]
-                mbarrier.wait(full.index(place), (used // RING) & 1)
+                mbarrier.wait(full.index(place), ((used + block) // ROOMS) & 1)
                 top, total, acc = _absorb(
-                    q_l, ropes, k_l.index(place), k_r.index(place), weights.index(SIDE), seen,
+                    q_l, ropes, k_l, place * TILES, k_r.index(place), weights.index(SIDE), seen,
                     row_scale, top, total, acc,
                     R, BLOCK_M, BLOCK_N, TILES, sums_at,
                 )  # fmt: skip
                 gl.thread_barrier()
                 mbarrier.arrive(free.index(place))
-                used += 1
+            used += blocks
             row_total = gl.sum(total, 1)
             if SIDE == 1:
                 mbarrier.wait(turns.index(2), (done & 1) ^ 1)
@@ -385,7 +417,7 @@ def _attend(
 
 @gluon.jit
 def _absorb(
-    q_l, ropes, k_l, k_r, weights_of, seen, row_scale, top, total, acc,
+    q_l, ropes, k_l, first_tile, k_r, weights_of, seen, row_scale, top, total, acc,
     R: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, TILES: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """A block of keys."""
@@ -396,7 +428,7 @@ def _absorb(
     for _ in gl.static_range(4):
         parts = parts + (gl.zeros([BLOCK_M, BLOCK_N], gl.float32, LAYOUT),)
     for tile in gl.static_range(TILES):
-        pairs = k_l.slice(tile * PAIRS, PAIRS, 1).permute((1, 0)).load(right_at)
+        pairs = k_l.index(first_tile + tile).permute((1, 0)).load(right_at)
         first, second = _split(pairs, False)
         parts = (
             parts[2],
@@ -424,7 +456,7 @@ def _absorb(
     left = weights_of.load(left_at)
     new_acc = ()
     for tile in gl.static_range(TILES):
-        pairs = k_l.slice(tile * PAIRS, PAIRS, 1).load(right_at)
+        pairs = k_l.index(first_tile + tile).load(right_at)
         even, odd = _split(pairs, True)
         new_acc = new_acc + (
             mma_v2(left, even, acc[2 * tile] * decay),

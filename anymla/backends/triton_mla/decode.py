@@ -153,7 +153,6 @@ def _launch_for(problem: Problem, machine: Machine, rows: int) -> Launch:
         problem.block_size,
         sparse=problem.op == "sparse_decode",
         element_bytes=4 if problem.q_dtype == "fp32" else 2,
-        fp8_queries=problem.q_dtype.startswith("fp8"),
         refuses=lambda row: row.kernel and missing(),
     )
 
@@ -251,14 +250,8 @@ def _attend(
         queries = query_elements(args.ql_nope, form), query_elements(args.q_pe, form)
     placed = launch.kernel if data.dtype.itemsize > 1 or aligned(data) else ""
     if placed:
-        own: dict[str, object]
         kernel = getattr(import_module(f"anymla.backends.triton_mla.{placed}"), f"{placed}_kernel")
-        if placed == "attend_bytes":
-            own = {"RING": launch.num_stages // 2}
-        else:
-            own = _copies(args, data, problem, launch)
-        if placed == "attend_wgmma":
-            own["q_scale"] = args.q_scale
+        own = _copies(args, data, problem, launch)
     else:
         if launch.kernel:
             # Bytes that lie anyhow go to the portable kernel, whose tiles are the same.
@@ -357,16 +350,15 @@ def _copies(
     args: DecodeArgs | SparseArgs, data: Tensor, problem: Problem, launch: Launch
 ) -> dict[str, object]:
     """How keys and queries come on chip: in boxes, row by row, or through registers."""
-    copied = data.dtype == args.out.dtype and aligned(data)
+    as_bytes = launch.kernel == "attend_bytes"
+    copied = as_bytes or (data.dtype == args.out.dtype and aligned(data))
     boxes = key_boxes(data, problem, launch.block_n) if copied and problem.op == "decode" else None
     latents, ropes = boxes or (None, None)
-    return {
-        "latents": latents,
-        "ropes": ropes,
-        "BOXES": boxes is not None,
-        "Q_COPIED": args.q_scale is None and aligned(args.ql_nope, args.q_pe),
-        "COPIED": copied,
-    }
+    own = {"latents": latents, "ropes": ropes, "BOXES": boxes is not None}
+    if as_bytes:
+        return own | {"q_scale": args.q_scale, "ROOMS": launch.num_stages}
+    own |= {"Q_COPIED": args.q_scale is None and aligned(args.ql_nope, args.q_pe), "COPIED": copied}
+    return own | ({"q_scale": args.q_scale} if launch.kernel == "attend_wgmma" else {})
 
 
 def _invariant(problem: Problem) -> bool:

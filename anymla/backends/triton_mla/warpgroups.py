@@ -10,6 +10,9 @@ from torch import Tensor
 from anymla.hardware.launch import LAUNCH
 from anymla.problem import Problem
 
+PAIRS = 64
+"""Pairs of bytes that are copied, and are one operand of a product."""
+
 
 @cache
 def missing() -> str | None:
@@ -31,18 +34,18 @@ def aligned(*tensors: Tensor) -> bool:
 
 
 def key_boxes(data: Tensor, problem: Problem, block_n: int) -> tuple[object, object] | None:
-    """Descriptors of a cache for copies of half a latent, and of a RoPE part, for `block_n` keys of one page.
+    """Descriptors of a cache for copies of part of a latent, and of a RoPE part, of `block_n` keys of a page.
 
-    None where a block of keys is not one box.
+    The part is half a latent; of fp8, PAIRS pairs of bytes. None where a block of keys is not one box.
     """
     pages, block_size, width = data.shape
     if block_size % block_n or data.stride(0) != block_size * data.stride(1):
         return None
     flat = data.as_strided((pages * block_size, width), (data.stride(1), 1))
-    latents, ropes = (
-        _box(block_n, cols, data.dtype)(flat)
-        for cols in (problem.kv_lora_rank // 2, max(problem.qk_rope_head_dim, 16))
-    )
+    part, rope = problem.kv_lora_rank // 2, problem.qk_rope_head_dim
+    if data.dtype.itemsize == 1:
+        flat, part, rope = flat.view(torch.float16), PAIRS, rope // 2
+    latents, ropes = (_box(block_n, cols, flat.dtype)(flat) for cols in (part, max(rope, 16)))
     return latents, ropes
 
 
