@@ -137,13 +137,22 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
     ("index_logits", "gfx1100"): (Launch(block_m=64, block_n=64, num_warps=8, num_stages=1),),
     ("index_logits", "gfx1201"): (Launch(block_m=64, block_n=64, num_warps=8, num_stages=1),),
     ("index_logits", "sm90"): (
-        Launch(block_m=64, block_n=64, num_warps=4, num_stages=3),
+        Launch(block_m=64, block_n=64, num_warps=4, num_stages=2),
         Launch(block_m=256, block_n=64, num_warps=4, num_stages=2, registers=128),
     ),
+    # Blocks of logits, not less than twice what is wanted; stages are those that are read at once.
     ("narrow", "*"): (Launch(block_m=1, block_n=8192, num_warps=16, num_stages=1),),
+    ("narrow", "sm90"): (
+        Launch(block_m=1, block_n=4096, num_warps=16, num_stages=4),
+        Launch(block_m=1, block_n=8192, num_warps=8, num_stages=1),
+    ),
     ("choose", "*"): (
         Launch(block_m=1, block_n=4096, num_warps=16, num_stages=1),
         Launch(block_m=1, block_n=8192, num_warps=16, num_stages=1),
+    ),
+    ("choose", "sm90"): (
+        Launch(block_m=1, block_n=4096, num_warps=8, num_stages=1, overlap=True),
+        Launch(block_m=1, block_n=8192, num_warps=8, num_stages=1, overlap=True),
     ),
     ("cache_write", "*"): (Launch(block_m=1, block_n=1, num_warps=2, num_stages=1),),
 }

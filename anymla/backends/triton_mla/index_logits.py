@@ -90,19 +90,16 @@ def index_logits_kernel(
             tl.max(tl.where(seen > 0, sequence, -1), 0) + 1,
         ):
             end = tl.minimum(begin + SPAN, tl.max(tl.where(sequence == s, seen, 0), 0))
-            limits = ()
-            for t in tl.static_range(PRODUCTS * TOKENS):
-                is_here = tl.load(sequences + first + t, mask=first + t < last_row, other=-1) == s
-                limits = limits + (tl.load(visible + first + t, mask=is_here, other=0),)
+            limits = tl.where(sequence == s, seen, 0)
             pages = block_table + tl.cast(s, tl.int64) * stride_bs
             page = _page(pages, stride_bb, begin, end, BLOCK_N, BLOCK_SIZE)
             for start in range(begin, end, BLOCK_N):
-                token = start + tl.arange(0, BLOCK_N)
-                valid = token < end
+                lane = tl.arange(0, BLOCK_N)
+                valid = lane < end - start
                 base = page.to(tl.int64) * stride_page
                 # Read one block ahead, so that nothing waits for both.
                 page = _page(pages, stride_bb, start + BLOCK_N, end, BLOCK_N, BLOCK_SIZE)
-                position = token % BLOCK_SIZE
+                position = _position(start, BLOCK_N, BLOCK_SIZE)
                 place = base + position * (L if FORMAT >= TILED_FN else stride_token)
                 keys = tl.load(
                     cache + place[:, None] + width[None, :],
@@ -114,6 +111,7 @@ def index_logits_kernel(
                 if FORMAT >= TILED_FN:
                     scales = (cache + BLOCK_SIZE * L).to(tl.pointer_type(tl.float32))
                     scale *= tl.load(scales + base // 4 + position, mask=valid, other=0.0)
+                found = ()
                 for product in tl.static_range(PRODUCTS):
                     scores = tl.dot(keys, queries[product])
                     scores = tl.maximum(scores, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -126,11 +124,12 @@ def index_logits_kernel(
                         # 0 times what is not finite is not 0.
                         scores = tl.where((head < HEADS)[None, :], scores, 0.0)
                     sums = tl.sum(tl.reshape(scores, (BLOCK_N, TOKENS, HEADS_PADDED)), 2) * scale[:, None]
-                    # Token by token they are stored as they lie in the registers.
-                    for t in tl.static_range(TOKENS):
-                        logit = tl.sum(tl.where((tl.arange(0, TOKENS) == t)[None, :], sums, 0.0), 1)
-                        target = logits + ((product * TOKENS + t) * stride_row + token)
-                        tl.store(target, logit, mask=token < limits[product * TOKENS + t])
+                    found = found + (sums,)
+                # Stored together, so that the threads exchange them once.
+                sums = _joined(found, PRODUCTS)
+                row_of = tl.arange(0, PRODUCTS * TOKENS)
+                target = logits + start + row_of[None, :] * stride_row + lane[:, None]
+                tl.store(target, sums, mask=lane[:, None] < (limits - start)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_seqs"])
@@ -157,6 +156,26 @@ def _page(pages, stride, start, end, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.const
     else:
         token = start + tl.arange(0, BLOCK_N)
         return tl.load(pages + token // BLOCK_SIZE * stride, mask=token < end, other=0)
+
+
+@triton.jit
+def _position(start, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Where in its page each key of a block is, which begins at a multiple of BLOCK_N."""
+    if BLOCK_N % BLOCK_SIZE == 0:
+        return tl.arange(0, BLOCK_N) % BLOCK_SIZE
+    else:
+        return (start + tl.arange(0, BLOCK_N)) % BLOCK_SIZE
+
+
+@triton.jit
+def _joined(parts, N: tl.constexpr):
+    """[M, K], one or two of them, as [M, N · K]."""
+    tl.static_assert(N <= 2)
+    if N == 1:
+        return parts[0]
+    else:
+        pair = tl.permute(tl.join(parts[0], parts[1]), (0, 2, 1))
+        return tl.reshape(pair, (parts[0].shape[0], 2 * parts[0].shape[1]))
 
 
 @triton.jit

@@ -86,7 +86,7 @@ def plan_index_topk(batch: Batch, problem: Problem, machine: Machine, knobs: Map
         launch=shape.launch,
         tokens=shape.tokens,
         products=shape.products,
-        narrowing=launch_rows("narrow", machine.arch)[0],
+        narrowing=shape.narrowing,
         choice=shape.choice,
         sequences=sequences,
         visible=visible,
@@ -159,6 +159,7 @@ class _Shape:
     launch: Launch
     tokens: int
     products: int
+    narrowing: Launch
     choice: Launch
     rows: int
     width: int
@@ -179,14 +180,16 @@ class _Shape:
         tile = tokens * products
         at_once = max(1, LOGITS_BYTES // (4 * width) // tile) * tile
         at_once = min(at_once, max(num_tokens, 1), MOST_TILES * tile)
-        able = [row for row in launch_rows("choose", machine.arch) if row.block_n >= 2 * problem.topk]
+        most = 2 * problem.topk
+        narrowing = next(row for row in launch_rows("narrow", machine.arch) if row.block_n >= most)
+        able = [row for row in launch_rows("choose", machine.arch) if row.block_n >= most]
         room, widths = able[0].block_n, [max_seq_len]
         while widths[-1] > able[-1].block_n:
             # As many pieces as keep the chip busy, each of which leaves at most a quarter.
             pieces = min((machine.multiprocessors or 1) // at_once, widths[-1] // (4 * room))
             widths.append(max(1, pieces) * room)
         choice = next(row for row in able if row.block_n >= widths[-1])
-        return cls(launch, tokens, products, choice, at_once, width, tuple(widths[1:]), room)
+        return cls(launch, tokens, products, narrowing, choice, at_once, width, tuple(widths[1:]), room)
 
 
 def _parts(state: IndexState) -> Iterator[tuple[int, int]]:
@@ -280,8 +283,11 @@ def _choose(args: IndexArgs, state: IndexState, first: int, last: int) -> None:
             BLOCK_N=narrowing.block_n,
             ROOM=room,
             HAS_IDS=given is not None,
+            NUM_STAGES=narrowing.num_stages,
+            OVERLAP=choice.overlap,
             num_warps=narrowing.num_warps,
-            num_stages=narrowing.num_stages,
+            # Loops are unrolled instead.
+            num_stages=1,
         )
         given, count = kept, kept.shape[1]
     chosen = args.indices[first:last]
@@ -303,6 +309,8 @@ def _choose(args: IndexArgs, state: IndexState, first: int, last: int) -> None:
         BLOCK_SIZE=args.cache.block_size if args.as_slots else 1,
         AS_SLOTS=args.as_slots,
         HAS_IDS=given is not None,
+        OVERLAP=choice.overlap,
         num_warps=choice.num_warps,
         num_stages=choice.num_stages,
+        **({"launch_pdl": True} if choice.overlap else {}),
     )

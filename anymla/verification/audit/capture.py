@@ -77,7 +77,10 @@ class Specialisation:
         alike = [row for row in launch_rows(self.kernel, arch) if self._is_made_with(row)]
         if not alike:
             raise LookupError(f"no launch row of {self.kernel} on {arch} has {self.constants_by_name}")
-        return min(alike, key=lambda row: row.widest)
+        facts, columns = self.constants_by_name, 0
+        if self.kernel == "index_logits":
+            columns = facts["PRODUCTS"] * facts["TOKENS"] * facts["HEADS_PADDED"]
+        return min(alike, key=lambda row: (row.widest, columns > row.block_m))
 
     def _is_made_with(self, row: Launch) -> bool:
         constants, warps = self.constants_by_name, self.options["num_warps"]
