@@ -129,11 +129,6 @@ def attend_bytes_kernel(
         mbarrier.init(turns.index(i), count=1)
     fence_async_shared()
 
-    if not SPARSE:
-        write_free_rows(
-            qo_indptr, out, lse, num_tokens, num_seqs, num_heads,
-            stride_ot, stride_oh, stride_od, stride_lt, stride_lh, L, HAS_LSE,
-        )  # fmt: skip
     gl.warp_specialize(
         [
             (
@@ -177,6 +172,12 @@ def attend_bytes_kernel(
         [4, 4],
         [COMPUTE_REGS, COPY_REGS],
     )  # fmt: skip
+    # Last: before the others it would hold up their first copies.
+    if not SPARSE:
+        write_free_rows(
+            qo_indptr, out, lse, num_tokens, num_seqs, num_heads,
+            stride_ot, stride_oh, stride_od, stride_lt, stride_lh, L, HAS_LSE,
+        )  # fmt: skip
 
 
 @gluon.jit
