@@ -10,11 +10,11 @@ from kernel_calls import index_state, machine, run_index
 
 from anymla import quantise_queries, reference, to_slots
 from anymla.backends import triton_mla
-from anymla.contract import Batch, IndexArgs, WriteArgs
+from anymla.contract import WriteArgs
 from anymla.hardware import launch
-from anymla.problem import Problem
 from anymla.verification.checks import judge_ids
 from anymla.verification.inputs import index_inputs, write_inputs
+from anymla.verification.scores import hard_scores, planned_choice, right_choice
 
 indexer = import_module("anymla.backends.triton_mla.index_topk")
 
@@ -103,17 +103,11 @@ class TestChoice:
         rows, width = logits.shape
         row = launch.Launch(block_m=1, block_n=piece, num_warps=4, num_stages=1)
         monkeypatch.setitem(launch.LAUNCH, ("choose", "*"), (row,))
-        lens = torch.full((rows,), width) if lens is None else torch.tensor(lens)
-        batch = Batch.of(
-            seq_lens=lens.int(), block_table=torch.zeros(rows, width, dtype=torch.int32), max_seq_len=width
-        )
-        problem = Problem("index_topk", "bf16", "bf16", 1, 64, 0, topk=topk)
-        state = triton_mla.plan_index_topk(batch, problem, machine(), {})
-        state.logits[:, :width] = logits
-        out = torch.full((rows, topk), -7, dtype=torch.int32)
-        args = IndexArgs(logits, logits, None, topk, out)
-        indexer._choose(args, state, 0, rows)
+        counts = torch.full((rows,), width) if lens is None else torch.tensor(lens)
+        args, state = planned_choice(triton_mla, machine(), logits, counts.int(), topk)
+        indexer.index_choice(args, state)
         # In order of tokens, -1 left where it stands.
+        out = args.indices
         return torch.where(out >= 0, out, width).sort().values.where(out >= 0, out), state
 
     def expected(self, values, topk):
@@ -138,6 +132,13 @@ class TestChoice:
         for got, row, count in zip(out.tolist(), logits.tolist(), lens, strict=True):
             ids = self.expected(row[:count], topk)
             assert got == ids + [-1] * (topk - len(ids))
+
+    @pytest.mark.parametrize("topk", [7, 512])
+    def test_rows_full_of_ties_are_narrowed_to_what_is_chosen(self, topk, monkeypatch):
+        scores, counts = hard_scores(20_000, 8192)
+        out, state = self.chosen(scores, topk, 1024, monkeypatch, counts.tolist())
+        assert state.ids
+        assert torch.equal(out.sort().values, right_choice(scores, counts, topk))
 
     def test_rows_shorter_than_what_is_wanted_give_all_that_they_have(self, monkeypatch):
         logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(1))

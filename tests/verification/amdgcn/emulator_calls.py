@@ -1,7 +1,8 @@
 """Run in a process of its own, `python emulator_calls.py CHIP WHAT`: prints a line of JSON for each check.
 
 "api" makes the public calls on CPU tensors as on that chip, each in two orders of the waves and judged;
-"rows" gives some of them one launch row to choose from; "dots" multiplies matrices of every type and size
+"rows" gives some of them one launch row to choose from; "scores" chooses from rows that are hard to choose
+from, long for launch rows that are small; "dots" multiplies matrices of every type and size
 that the chip has instructions for, "dots part" some.
 """
 
@@ -13,6 +14,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -20,7 +22,9 @@ import triton
 import triton.language as tl
 
 from anymla import api, quantise_queries
+from anymla.backends import triton_mla
 from anymla.hardware.arches import ARCHES
+from anymla.hardware.launch import LAUNCH, Launch
 from anymla.hardware.probe import this_machine
 from anymla.kv_cache import KV_FORMATS
 from anymla.verification.amdgcn.driver import emulated
@@ -36,6 +40,7 @@ from anymla.verification.inputs import (
 )
 from anymla.verification.judge import judge, judge_written
 from anymla.verification.needles import Widths
+from anymla.verification.scores import hard_scores, planned_choice, right_choice
 
 WIDE, NARROW = Widths(20, 512, 64, 128, 128, 0.07), Widths(20, 128, 64, 64, 48, 0.09)
 RAGGED = (100, 0, 33, 64), (1, 1, 4, 2)
@@ -166,10 +171,33 @@ def check_rows(chip: str) -> Iterator[dict[str, Any]]:
             yield {"name": each.id, "reasons": judged.reasons, "rows": taken}
 
 
+def check_scores(chip: str) -> Iterator[dict[str, Any]]:
+    """Rows narrowed once, and some of them narrowed twice, the second time by the ids that are left."""
+    small = {
+        ("narrow", chip): (Launch(block_m=1, block_n=1024, num_warps=4, num_stages=2),),
+        ("choose", chip): (Launch(block_m=1, block_n=512, num_warps=4, num_stages=1),),
+    }
+    with emulated(chip, units=8) as emulator, mock.patch.dict(LAUNCH, small):
+        machine = this_machine(torch.device("cpu"))
+        for width, step, topk in ((2300, 1, 256), (4700, 9, 100)):
+            scores, counts = (each[::step].contiguous() for each in hard_scores(width, 1024))
+            emulator.launches.clear()
+            args, state = planned_choice(triton_mla, machine, scores, counts, topk)
+            triton_mla.index_choice(args, state)
+            wrong = (args.indices.sort().values != right_choice(scores, counts, topk)).any(1)
+            kernels = [launch.kernel for launch in emulator.launches if launch.kernel != "index_rows_kernel"]
+            yield {"width": width, "wrong": wrong.nonzero().flatten().tolist(), "kernels": kernels}
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     np.seterr(all="ignore")
     chip, what, *part = sys.argv[1:]
-    checks = {"api": check_api, "rows": check_rows, "dots": partial(check_dots, whole=not part)}
+    checks = {
+        "api": check_api,
+        "rows": check_rows,
+        "scores": check_scores,
+        "dots": partial(check_dots, whole=not part),
+    }
     for fact in checks[what](chip):
         print(json.dumps(fact), flush=True)

@@ -55,6 +55,14 @@ def test_the_whole_api_is_right_in_any_order_of_the_waves(chip):
 
 
 @pytest.mark.parametrize("chip", CHIPS)
+def test_rows_full_of_ties_are_narrowed_to_what_is_chosen(chip):
+    once, twice = checked("calls", chip, "scores")
+    assert once["wrong"] == twice["wrong"] == []
+    assert once["kernels"] == ["narrow_kernel", "choose_kernel"]
+    assert twice["kernels"] == ["narrow_kernel", *once["kernels"]]
+
+
+@pytest.mark.parametrize("chip", CHIPS)
 def test_products_of_every_type_and_size_are_exact(chip):
     found = checked("calls", chip, "dots", "part")
     assert [fact["name"] for fact in found if not fact["right"]] == []
