@@ -134,11 +134,6 @@ def attend_wgmma_kernel(
             mbarrier.init(bars.index(i), count=2 if i == QUERIES_READ else 1)
     fence_async_shared()
 
-    if not SPARSE:
-        write_free_rows(
-            qo_indptr, out, lse, num_tokens, num_seqs, num_heads,
-            stride_ot, stride_oh, stride_od, stride_lt, stride_lh, L, HAS_LSE,
-        )  # fmt: skip
     gl.warp_specialize(
         [
             (
@@ -193,6 +188,12 @@ def attend_wgmma_kernel(
         [4, 4, 4] if COPIERS == 2 else [4, 4],
         [COMPUTE_REGS, CONVERT_REGS, CONVERT_REGS] if COPIERS == 2 else [COMPUTE_REGS, COPY_REGS],
     )  # fmt: skip
+    # Last: before the others it would hold up their first copies.
+    if not SPARSE:
+        write_free_rows(
+            qo_indptr, out, lse, num_tokens, num_seqs, num_heads,
+            stride_ot, stride_oh, stride_od, stride_lt, stride_lh, L, HAS_LSE,
+        )  # fmt: skip
 
 
 @gluon.jit
