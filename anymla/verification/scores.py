@@ -9,6 +9,7 @@ from torch import Tensor
 from anymla.contract import Batch, IndexArgs
 from anymla.hardware.probe import Machine
 from anymla.problem import Problem
+from anymla.verification.judge import Judgement, wrong
 
 
 def hard_scores(width: int, block: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -72,6 +73,19 @@ def right_choice(scores: Tensor, counts: Tensor, topk: int) -> Tensor:
     order = value.sort(descending=True, stable=True).indices
     order = order.gather(1, kind.gather(1, order).sort(stable=True).indices)[:, :topk]
     return order.masked_fill(kind.gather(1, order) > 1, -1).sort().values.int()
+
+
+def judged_choice(
+    module: ModuleType, machine: Machine, device: torch.device, width: int, topk: int
+) -> Judgement:
+    """Choose from hard scores, of blocks of 4096 and of 8192, by `index_choice` of a module of kernels."""
+    drawn = [hard_scores(width, block, block) for block in (4096, 8192)]
+    scores, counts = (torch.cat(parts).to(device) for parts in zip(*drawn, strict=True))
+    args, state = planned_choice(module, machine, scores, counts, topk)
+    module.index_choice(args, state)
+    off = (args.indices.sort().values != right_choice(scores, counts, topk)).any(1).nonzero()
+    rows = off.flatten().tolist()
+    return wrong(f"rows {rows} of hard scores got others than the largest") if rows else Judgement(0.0, "ids")
 
 
 def planned_choice(
