@@ -30,6 +30,9 @@ def verify(
     rows: Annotated[
         bool, typer.Option("--rows", help="With --machine: only calls for each launch row of each kernel.")
     ] = False,
+    op: Annotated[
+        str, typer.Option(help="With --machine: only launch rows, by calls of this operation.")
+    ] = "",
     fuzz: Annotated[int, typer.Option(min=0, help="Run so many random calls, not the cases.")] = 0,
     seed: Annotated[int, typer.Option(help="Of the random calls.")] = 0,
     fuzz_case: Annotated[
@@ -60,7 +63,7 @@ def verify(
         if machine:
             from anymla.verification.amdgcn import conformance
 
-            return conformance.verify(machine, quick=quick, only_rows=rows, **shared)
+            return conformance.verify(machine, quick=quick, only_rows=rows, op=op, **shared)
         if fuzz or fuzz_case is not None:
             numbers = range(fuzz) if fuzz_case is None else [fuzz_case]
             return run.verify_random(backend, numbers, seed=seed, **shared)

@@ -42,6 +42,9 @@ INDEX_DTYPES = {
 WORK = 150_000_000
 """Products of a case, at most about: some tenths of a second for the fp64 reference."""
 
+MOST_LONG = 128
+"""Heads × query tokens of an indexer, at most, that ranks thousands of keys."""
+
 FP8_QUERIES = ("decode", "sparse_decode", "index_topk")
 """Operations whose queries may come in fp8."""
 
@@ -99,6 +102,7 @@ class Case:
         poison: One of POISONS.
         views: Whether tensors are views with odd strides.
         exact: For index_topk, whether logits are exact in fp32.
+        ties: For index_topk, whether most of them tie.
         seed: Of everything drawn.
         fact: Of a refusal, the fact that is not offered.
         model: The model that asks, if one does.
@@ -113,6 +117,7 @@ class Case:
     poison: str = "nan"
     views: bool = False
     exact: bool = True
+    ties: bool = False
     seed: int = 0
     fact: str = ""
     model: str = ""
@@ -127,7 +132,8 @@ class Case:
         words += [f"page{p.block_size}", f"q{p.q_len}"] + ([f"top{p.topk}"] if p.topk else [])
         words += ["+".join(sorted(f.name.lower() for f in p.features))] if p.features else []
         words += [f"no_{self.fact}"] if self.fact else []
-        words += [self.poison, *(["views"] if self.views else []), str(self.seed)] if not self.fact else []
+        traps = [self.poison, *(["views"] if self.views else []), *(["ties"] if self.ties else [])]
+        words += [*traps, str(self.seed)] if not self.fact else []
         return "-".join(words)
 
     def inputs(self, device: torch.device | str = "cpu") -> Inputs:
@@ -155,6 +161,7 @@ class Case:
                 self.q_lens,
                 p.topk,
                 exact=self.exact,
+                ties=self.ties,
                 poison=poison,
                 **hostile,
             )
@@ -305,6 +312,9 @@ def _case(
     """A case of a problem, its lengths at the edges of pages."""
     nope = problem.qk_nope_head_dim or 128
     seq_lens, q_lens = _lengths(rng, problem)
+    if problem.op == "index_topk" and seed % 2 == 0 and problem.num_heads * problem.q_len <= MOST_LONG:
+        # So long that kernels leave out most of a row before they choose.
+        seq_lens = (seq_lens[0] + 8300 + 1000 * (seed % 5), *seq_lens[1:])
     cacheless = problem.op == "prefill" and Feature.CACHED_CONTEXT not in problem.features
     return Case(
         "right",
@@ -316,6 +326,7 @@ def _case(
         poison=POISONS[seed % len(POISONS)],
         views=seed % 2 == 1,
         exact=seed % 3 > 0,
+        ties=problem.op == "index_topk" and seed % 4 == 2,
         seed=seed,
         model=model,
     )

@@ -29,6 +29,9 @@ FAMILIES = 180
 ROW_CLASS = 16
 """Heads × query tokens are alike, to a kernel, if they fill as many tiles of this many rows."""
 
+LONGER = 8
+"""Times as many keys as others can an indexer have: it must be kept from ranking all of them at once."""
+
 _SHARES = {"decode": 9, "sparse_decode": 6, "prefill": 4, "write_cache": 2, "index_topk": 2}
 _MODEL_WIDTHS = sorted(
     {(m.kv_lora_rank, m.qk_rope_head_dim, m.qk_nope_head_dim, m.v_head_dim) for m in MODELS.values()}
@@ -287,7 +290,7 @@ def _case(rng: Random, family: Family, extent: Extent) -> Case:
             rows = next(n for n in (160, 70, 8) if n == 8 or n * _products(p, heads, n) * seqs < extent.work)
             q_lens = _q_lens(rng, family, seqs, rows)
         longest = 2 * extent.work / seqs / _products(p, heads, max(1, *q_lens or (1,)))
-        longest = int(min(max(longest, 8), extent.keys))
+        longest = int(min(max(longest, 8), extent.keys * (LONGER if p.op == "index_topk" else 1)))
         seq_lens = tuple(_length(rng, longest, p.block_size) for _ in range(seqs))
     if p.op == "index_topk":
         topk = _topk(rng, p.topk, 4096)
@@ -303,6 +306,7 @@ def _case(rng: Random, family: Family, extent: Extent) -> Case:
         views=family.views,
         exact=rng.random() < 0.5,
         seed=rng.getrandbits(31),
+        ties=p.op == "index_topk" and rng.random() < 0.5,
     )
 
 

@@ -303,6 +303,7 @@ def index_inputs(
     kv_format: str = "index_k",
     block_size: int = 16,
     exact: bool = True,
+    ties: bool = False,
     poison: str = "nan",
     views: bool = False,
 ) -> Inputs:
@@ -319,6 +320,8 @@ def index_inputs(
         kv_format: Name of a row of KV_FORMATS.
         block_size: Tokens a page.
         exact: Small whole numbers, so that fp32 gives every logit exactly, many tie, and one is NaN.
+        ties: As `exact`, and row by row weights that tie all logits at 0, or half of them there or at an
+            infinity.
         poison: "nan" or "inf".
         views: Queries, cache and table are views with odd strides.
 
@@ -331,7 +334,7 @@ def index_inputs(
     memory = Memory(kv_format, block_size, poison, views)
     pages = memory.pages(draw, seq_lens)
     total = sum(seq_lens)
-    row = KV_FORMATS[kv_format]
+    row, exact = KV_FORMATS[kv_format], exact or ties
     if exact:
         keys = draw.integers(-2, 2, total, width)
         # The largest value of a key makes its scale a power of two.
@@ -343,6 +346,11 @@ def index_inputs(
         q, weights = draw.normal(tokens, num_heads, width), draw.normal(tokens, num_heads)
     if exact and total > 2:
         keys[total // 2, 1] = torch.nan
+    if ties:
+        # Of one head, what relu leaves: half of it is 0, and an infinity times 0 is no number.
+        one = torch.tensor([0.0, -1.0, torch.inf, -torch.inf, 1.0]).to(weights)
+        weights[:] = 0.0
+        weights[:, 0] = one[torch.arange(tokens) % len(one)]
     scale = torch.tensor([2.0**-5]) if row.scaled else None
     cache = memory.poisoned(pages.num_blocks, width, 0, scale)
     cache.write(keys, torch.zeros(total, 0), pages.live)

@@ -265,7 +265,7 @@ def device_of(backend: str) -> str:
 
 
 def record(report: Report, folder: Path, commit: str | None = None) -> Path:
-    """Write a report as evidence: `folder/<arch>/<backend>.json`, with `_fuzz` or `_rows` behind the name.
+    """Write a report as evidence: `folder/<arch>/<backend>.json`, or with `_fuzz`, `_rows`, `_rows_<op>`.
 
     Args:
         report: Of a run in which everything passed.
@@ -285,6 +285,7 @@ def record(report: Report, folder: Path, commit: str | None = None) -> Path:
     made = {"date": datetime.now(UTC).date().isoformat(), **made_with("torch", "triton")}
     made |= {"commit": commit} if commit else {}
     part = "_fuzz" if "fuzz" in report.extent else "_rows" if "only" in report.extent else ""
+    part += f"_{report.extent['op']}" if "op" in report.extent else ""
     path = folder / report.machine.arch / f"{report.backend}{part}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**made, **facts}, indent=2, ensure_ascii=False) + "\n")

@@ -19,6 +19,7 @@ import torch
 from anymla.errors import AnyMLAError, InvalidInput
 from anymla.hardware.arches import ARCHES
 from anymla.hardware.probe import Machine, this_machine
+from anymla.problem import OPS
 from anymla.verification.amdgcn.driver import CHIPS, emulated
 from anymla.verification.amdgcn.rows import RowCase, check_row, row_cases, row_names, rows_taken
 from anymla.verification.cases import Case, cases
@@ -70,6 +71,7 @@ def verify(
     *,
     quick: bool = False,
     only_rows: bool = False,
+    op: str = "",
     processes: int = 1,
     progress: Progress | None = None,
 ) -> Report:
@@ -79,6 +81,7 @@ def verify(
         chip: One of CHIPS.
         quick: See `small_cases` and `row_cases`.
         only_rows: Leave the matrix out.
+        op: One of OPS: only launch rows, by calls of this operation. Empty: all.
         processes: How many share the cases.
         progress: Told after each case.
 
@@ -91,6 +94,9 @@ def verify(
     """
     if chip not in CHIPS:
         raise InvalidInput("verify", [f"machine got {chip!r}; needs one of {', '.join(CHIPS)}"])
+    if op not in ("", *OPS):
+        raise InvalidInput("verify", [f"op got {op!r}; needs one of {', '.join(OPS)}"])
+    only_rows = only_rows or bool(op)
     began, lock, done, taken = time.monotonic(), Lock(), [0], Counter[str]()
 
     def told(total: int, what: str) -> None:
@@ -101,7 +107,7 @@ def verify(
 
     def share(part: int) -> list[Outcome]:
         how = map(int, (quick, only_rows, part, processes))
-        command = [sys.executable, "-m", __package__ or "", chip, *map(str, how)]
+        command = [sys.executable, "-m", __package__ or "", chip, op, *map(str, how)]
         found: list[Outcome] = []
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
             assert child.stdout is not None and child.stderr is not None
@@ -121,22 +127,26 @@ def verify(
 
     with ThreadPoolExecutor(processes) as pool:
         outcomes = [outcome for part in pool.map(share, range(processes)) for outcome in part]
-    missing = [name for name in row_names(chip) if not taken[name]]
+    missing = [name for name in row_names(chip, op) if not taken[name]]
     outcomes += [Outcome(name, "launch row", wrong("it was never executed")) for name in missing]
     machine = Machine(chip, device_name=f"emulator of {ARCHES[chip].part}", multiprocessors=UNITS)
     extent: dict[str, Any] = {"quick": quick, "how": HOW, "launch_rows": dict(sorted(taken.items()))}
-    extent = {"only": "launch rows", **extent} if only_rows else extent
+    if only_rows:
+        extent = {"only": "launch rows", **({"op": op} if op else {}), **extent}
     return Report(BACKEND, machine, extent, tuple(outcomes), (), time.monotonic() - began)
 
 
 def main(arguments: Sequence[str]) -> None:
-    """One process: chip, whether quick, whether rows alone, which part of how many; a line of JSON a case."""
-    chip, (quick, only_rows, part, parts) = arguments[0], map(int, arguments[1:])
+    """One process: chip, operation or "", whether quick, whether rows alone, which part of how many.
+
+    It prints a line of JSON a case.
+    """
+    (chip, op), (quick, only_rows, part, parts) = arguments[:2], map(int, arguments[2:])
     torch.set_num_threads(1)
     with emulated(chip, orders=("lockstep", "reverse"), units=UNITS) as emulator:
         machine, device = this_machine(torch.device("cpu")), torch.device("cpu")
         found: list[Case | RowCase] = [] if only_rows else [*small_cases(machine, quick=bool(quick))]
-        found += row_cases(machine, quick=bool(quick))
+        found += row_cases(machine, op, quick=bool(quick))
         for item in found[part::parts]:
             emulator.launches.clear()
             if isinstance(item, RowCase):

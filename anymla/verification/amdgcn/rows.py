@@ -53,12 +53,14 @@ class Form:
         problem: Its facts.
         seq_lens, q_lens: As of a `Case`.
         far: Whether the pages of its cache lie more than 4 GiB apart.
+        ties: As of a `Case`.
     """
 
     problem: Problem
     seq_lens: tuple[int, ...] | None = RAGGED[0]
     q_lens: tuple[int, ...] | None = RAGGED[1]
     far: bool = False
+    ties: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,26 +93,34 @@ def row_named(kernel: str, row: Launch | None) -> str:
     return f"{kernel} {in_short(row)}" if row else kernel
 
 
-def row_names(arch: str) -> list[str]:
-    """All launch rows of a chip."""
-    return [row_named(kernel, row) for kernel in _kernels() for row in launch_rows(kernel, arch)]
+def row_names(arch: str, op: str = "") -> list[str]:
+    """All launch rows of a chip, or those that have calls of one operation."""
+    pairs = ((kernel, row) for kernel in _kernels() for row in launch_rows(kernel, arch))
+    return [row_named(*pair) for pair in pairs if not op or _forms(*pair, arch, op)]
 
 
-def row_cases(machine: Machine, *, quick: bool = False) -> Iterator[RowCase]:
+def row_cases(machine: Machine, op: str = "", *, quick: bool = False) -> Iterator[RowCase]:
     """Calls for every launch row of a chip.
 
     Args:
         machine: The chip.
+        op: One of OPS: only its calls. Empty: all.
         quick: Only one call a row.
     """
     for kernel in _kernels():
         for row in launch_rows(kernel, machine.arch):
-            flavour = ARCHES[machine.arch].fp8_flavour.removeprefix("e4m3")
-            # A kernel without forms has no case, and is found missing.
-            forms = list(FORMS[kernel](row, flavour)) if kernel in FORMS else []
+            forms = _forms(kernel, row, machine.arch, op)
             for seed, form in enumerate(forms[:1] if quick else forms):
-                case = Case("right", form.problem, 0.07, form.seq_lens, form.q_lens, "near", seed=seed)
+                lens = form.seq_lens, form.q_lens
+                case = Case("right", form.problem, 0.07, *lens, "near", ties=form.ties, seed=seed)
                 yield RowCase(kernel, row, case, form.far)
+
+
+def _forms(kernel: str, row: Launch, arch: str, op: str) -> list[Form]:
+    """The forms of a launch row, of one operation or of all; none of a kernel that is not in FORMS."""
+    flavour = ARCHES[arch].fp8_flavour.removeprefix("e4m3")
+    forms = FORMS[kernel](row, flavour) if kernel in FORMS else ()
+    return [form for form in forms if op in ("", form.problem.op)]
 
 
 def check_row(wanted: RowCase, backend: str, machine: Machine, emulator: Emulator) -> Judgement:
@@ -266,12 +276,15 @@ def _index_logits(row: Launch, own: str) -> Iterator[Form]:
 
 def _narrow(row: Launch, own: str) -> Iterator[Form]:
     yield Form(_index(16, "bf16", "bf16"), (row.block_n + 300,), None)
+    # More ties than there is room for.
+    yield Form(_index(16, "bf16", "bf16", q_len=4), (row.block_n + 300,), (4,), ties=True)
 
 
 def _choose(row: Launch, own: str) -> Iterator[Form]:
     yield Form(_index(16, "bf16", "bf16", q_len=4))
     # Two pieces, of which the second level chooses.
     yield Form(_index(16, "bf16", "bf16"), (row.block_n + 300,), None)
+    yield Form(_index(16, "bf16", "bf16", q_len=4), (row.block_n + 300,), (4,), ties=True)
 
 
 def _cache_write(row: Launch, own: str) -> Iterator[Form]:
