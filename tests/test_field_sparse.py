@@ -17,6 +17,7 @@ from anymla.hardware.arches import ARCHES
 from anymla.models import MODELS, model_named
 from anymla.problem import Feature, Problem
 from anymla.verification import eager
+from anymla.verification.checks import judge_ids
 from anymla.verification.inputs import Widths, index_inputs, sparse_inputs
 from anymla.verification.judge import judge, judge_topk
 
@@ -122,6 +123,11 @@ class TestShapesOfIndexers:
         assert all(
             torch.equal(first, anymla.index_topk(q, weights, store, topk=5, **options)) for _ in range(3)
         )
+
+    @pytest.mark.parametrize("topk", [5, 2048])
+    def test_a_random_indexer_whose_scores_relu_cuts_to_0_chooses_rightly_from_long_rows(self, topk):
+        call = index_inputs(2, 64, (9000, 70, 20_000), (2, 1, 3), topk, ties=True)
+        judge_ids(call, anymla.index_topk(*call.tensors, **call.options)).require_pass()
 
     @staticmethod
     def ties() -> tuple[Tensor, Tensor, KVCache, dict[str, Tensor]]:

@@ -8,6 +8,8 @@ from device_calls import BACKENDS_HERE, DEVICE, MACHINE
 from test_graphs import graph_of
 
 from anymla.backends import BACKENDS
+from anymla.verification.checks import judge_ids, run_call
+from anymla.verification.inputs import index_inputs
 from anymla.verification.scores import hard_scores, planned_choice, right_choice
 
 if "triton" not in BACKENDS_HERE:
@@ -37,3 +39,11 @@ def test_rows_full_of_ties_are_chosen_from_rightly(width, topk):
         named = kept.sort().values
         assert bool(((named >= -1) & (named < counts.to(DEVICE)[:, None])).all())
         assert not bool(((named[:, 1:] == named[:, :-1]) & (named[:, 1:] >= 0)).any())
+
+
+@pytest.mark.parametrize("kv_format", ["index_k", "bf16"])
+@pytest.mark.parametrize("q_lens", [None, (1, 6, 2, 1)])
+def test_indexers_whose_scores_relu_cuts_to_nothing_choose_their_first_tokens(kv_format, q_lens):
+    with DEVICE:
+        call = index_inputs(64, 128, (40_000, 9000, 3, 70_000), q_lens, 2048, kv_format=kv_format, ties=True)
+    judge_ids(call, run_call(call, "triton")).require_pass()

@@ -87,6 +87,12 @@ def test_nothing_is_written_beside_what_a_row_sees():
         assert bool((row[count:] == -7).all())
 
 
+@pytest.mark.parametrize("q_lens", [None, (3, 0, 2)])
+def test_long_rows_whose_scores_relu_cuts_to_nothing_give_their_first_tokens(q_lens):
+    call = index_inputs(2, 64, (8300, 40, 8500), q_lens, 60, ties=True)
+    judge_ids(call, run_index(call)).require_pass()
+
+
 def test_little_memory_takes_the_rows_in_parts(monkeypatch):
     call = index_inputs(4, 64, LENS, Q_LENS, 40)
     whole = run_index(call)
