@@ -3,7 +3,8 @@
 Operands are in the dtype of the queries, a cache dequantised into it; products accumulate in fp32 and are
 rounded to that dtype, as a matrix product of that dtype is. The lse is fp32 arithmetic on the same operands.
 Each function returns several runs that differ only in the order of their fp32 sums, most of them plain loops:
-a matrix product that sums in parallel is more exact than a right kernel has to be.
+a matrix product that sums in parallel is more exact than a right kernel has to be. Of 16-bit operands the
+last run adds as matrix units do.
 """
 
 from itertools import pairwise
@@ -166,10 +167,16 @@ def index_logits(
     seq_lens: Tensor,
     qo_indptr: Tensor | None = None,
 ) -> list[Tensor]:
-    """Run `reference.index_logits` in fp32, or as fp8 is added; arguments and result as there."""
+    """Run `reference.index_logits` in fp32, or as fp8 is added; arguments and result as there.
+
+    Queries in fp8 meet keys of another dtype as bf16, which holds them.
+    """
+    operands = {1: torch.bfloat16, 2: q.dtype, 4: FP32}[q.dtype.itemsize]
     logits = [torch.zeros(0, device=q.device) for _ in range(q.shape[0])]
     for span in _spans(seq_lens, qo_indptr):
         keys = cache.read(_slots(block_table[span.seq], span.length, cache.block_size), dtype=FP32)
+        if cache.data.dtype.itemsize == 2:
+            keys = keys.to(operands).float()
         visible = _visible(span.length, span.q_len, True, q.device)
         for row, seen in zip(range(span.first, span.last), visible, strict=True):
             scores = q[row].float() @ keys[seen].T
@@ -226,6 +233,8 @@ def _attend(
     looped = _looped(scaled, k32.mT, _orders(q.shape[-1], loops))
     looped[::2] *= sm_scale
     scores += list(looped)
+    if loops and q.dtype != FP32:
+        scores[-1] = _cut_sums(q32, k32.mT) * sm_scale
     scores = [s.masked_fill(~visible, -torch.inf) for s in scores]
     nothing = scores[0].new_full(scores[0].shape[:-1], -torch.inf)
     lses = [s.logsumexp(-1) if s.shape[-1] else nothing for s in scores]
@@ -256,6 +265,20 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     if b.shape[1] == a.shape[1]:
         return a @ b
     return (a.flatten(1, 2) @ b[:, 0]).view(*a.shape[:-1], b.shape[-1])
+
+
+def _cut_sums(a: Tensor, b: Tensor) -> Tensor:
+    """The same as matrix units add 16-bit products: 16 at a time, each sum cut off at 24 bits, not rounded.
+
+    Source: Fasi, Higham, Mikaitis and Pranesh, Numerical behavior of NVIDIA tensor cores, PeerJ Computer
+    Science 7:e330, 2021.
+    """
+    total = torch.zeros((), dtype=torch.float64, device=a.device)
+    for x, y in zip(torch.split(a.double(), 16, -1), torch.split(b.double(), 16, -2), strict=True):
+        total = total + _product(x, y)
+        unit = torch.exp2(torch.frexp(total).exponent - 24.0)
+        total = torch.where(total.isfinite(), (total / unit).trunc() * unit, total)
+    return total.float()
 
 
 def _looped(a: Tensor, b: Tensor, orders: list[Tensor]) -> Tensor:

@@ -1,16 +1,20 @@
 """Tests that need a GPU; elsewhere each is skipped, with its reason."""
 
+from collections.abc import Iterator
+
 import device_calls
 import pytest
 import torch
 
 
 @pytest.fixture(autouse=True)
-def gpu() -> None:
-    """Skip where there is no GPU; draw the same every time."""
+def gpu() -> Iterator[None]:
+    """Skip where there is no GPU; draw the same every time; let a fault end the test that it is of."""
     torch.manual_seed(0)
     if device_calls.DEVICE.type == "cpu":
         pytest.skip("needs a GPU: torch.cuda.is_available() is False")
+    yield
+    torch.cuda.synchronize()
 
 
 @pytest.fixture(params=device_calls.BACKENDS_HERE)

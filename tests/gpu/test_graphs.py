@@ -253,7 +253,7 @@ def test_an_indexer_neither_waits_for_the_device_nor_moves_anything(backend):
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        captured.work()
+        # First, for the plan's own lengths name pages that this step does not have.
         captured.plan.update(captured.step())
         captured.work()
     finally:
