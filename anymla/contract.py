@@ -272,6 +272,22 @@ def check_tensor(
     return right
 
 
+def check_packed(
+    reasons: Reasons,
+    name: str,
+    tensor: Tensor | None,
+    shape: Sequence[int | None],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device | None = None,
+    origin: str = "",
+) -> bool:
+    """As `check_tensor`, for one axis of which kernels take no stride."""
+    if not check_tensor(reasons, name, tensor, shape, dtypes, device, origin):
+        return False
+    assert tensor is not None
+    return reasons.need(tensor.is_contiguous(), name, f"stride {tensor.stride(0)}", "contiguous memory")
+
+
 def check_scale(reasons: Reasons, sm_scale: object) -> None:
     """Note a softmax scale that is not a positive finite number."""
     good = isinstance(sm_scale, int | float) and math.isfinite(sm_scale) and sm_scale > 0
@@ -280,10 +296,8 @@ def check_scale(reasons: Reasons, sm_scale: object) -> None:
 
 def check_sinks(reasons: Reasons, sinks: Tensor | None, num_heads: int, device: torch.device) -> None:
     """Note sinks that are not [H] fp32 on the device of the queries."""
-    if sinks is not None and check_tensor(
-        reasons, "sinks", sinks, (num_heads,), (torch.float32,), device, "H from the queries"
-    ):
-        reasons.need(sinks.stride(0) == 1, "sinks", f"stride {sinks.stride(0)}", "contiguous memory")
+    if sinks is not None:
+        check_packed(reasons, "sinks", sinks, (num_heads,), (torch.float32,), device, "H from the queries")
 
 
 def check_output(
@@ -322,7 +336,7 @@ def check_batch(
     good = isinstance(block_size, int) and block_size > 0
     if not reasons.need(good, "block_size", block_size, "at least 1"):
         return None
-    if not check_tensor(reasons, "seq_lens", seq_lens, (None,), (torch.int32,)):
+    if not check_packed(reasons, "seq_lens", seq_lens, (None,), (torch.int32,)):
         return None
     num_seqs, device = seq_lens.shape[0], seq_lens.device
     if block_table is None:
@@ -336,7 +350,7 @@ def check_batch(
     if qo_indptr is None:
         qo_indptr_host = range(num_seqs + 1)
         qo_indptr = _one_each(num_seqs, device)
-    elif not check_tensor(
+    elif not check_packed(
         reasons, "qo_indptr", qo_indptr, (num_seqs + 1,), (torch.int32,), device, "B + 1 from seq_lens"
     ):
         return None
@@ -484,7 +498,7 @@ def check_indices(
         reasons, "indices", indices, (num_tokens, None), (torch.int32,), device, "T from the queries"
     )
     if counts is not None:
-        right &= check_tensor(
+        right &= check_packed(
             reasons, "counts", counts, (num_tokens,), (torch.int32,), device, "T from the queries"
         )
     if not right or not (on_host(indices, counts) or check) or not indices.numel():

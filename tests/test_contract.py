@@ -88,6 +88,14 @@ WRONG_DECODES = {
     ),
     "negative length": ({"seq_lens": ints(5, -1)}, "seq_lens got -1 at 1; needs 0 to 8"),
     "lengths dtype": ({"seq_lens": torch.tensor([5, 3])}, "seq_lens got dtype int64; needs int32"),
+    "lengths with a stride": (
+        {"seq_lens": ints(5, 0, 3, 0)[::2]},
+        "seq_lens got stride 2; needs contiguous memory",
+    ),
+    "indptr with a stride": (
+        {"qo_indptr": ints(0, 9, 1, 9, 2, 9)[::2]},
+        "qo_indptr got stride 2; needs contiguous memory",
+    ),
     "indptr does not start at 0": ({"qo_indptr": ints(1, 1, 2)}, "qo_indptr got first value 1; needs 0"),
     "indptr decreases": (
         {"qo_indptr": ints(0, 2, 1)},
