@@ -245,23 +245,22 @@ def check_tensor(
     dtypes: Sequence[torch.dtype],
     device: torch.device | None = None,
     origin: str = "",
+    *,
+    packed: bool = False,
 ) -> bool:
-    """Note what is wrong; None in `shape` is an open axis, `origin` says where the shape is from."""
+    """Note what is wrong; None in `shape` is an open axis, `origin` says where the shape is from.
+
+    Kernels take no stride of what is `packed`.
+    """
     if not reasons.need(isinstance(tensor, Tensor), name, type(tensor).__name__, "a torch.Tensor"):
         return False
     assert tensor is not None
     fits = len(tensor.shape) == len(shape) and all(
         want is None or want == got for want, got in zip(shape, tensor.shape, strict=True)
     )
-    wanted = (
-        "("
-        + ", ".join("any" if s is None else str(s) for s in shape)
-        + ("," if len(shape) == 1 else "")
-        + ")"
-    )
-    right = reasons.need(
-        fits, name, f"shape {tuple(tensor.shape)}", wanted + (f", {origin}" if origin else "")
-    )
+    axes = ", ".join("any" if s is None else str(s) for s in shape) + ("," if len(shape) == 1 else "")
+    wanted = f"({axes})" + (f", {origin}" if origin else "")
+    right = reasons.need(fits, name, f"shape {tuple(tensor.shape)}", wanted)
     right &= reasons.need(
         tensor.dtype in dtypes, name, f"dtype {_word(tensor.dtype)}", " or ".join(_word(d) for d in dtypes)
     )
@@ -269,23 +268,9 @@ def check_tensor(
         right &= reasons.need(
             tensor.device == device, name, f"device {tensor.device}", f"{device}, that of the queries"
         )
+    if right and packed:
+        right = reasons.need(tensor.is_contiguous(), name, f"stride {tensor.stride(0)}", "contiguous memory")
     return right
-
-
-def check_packed(
-    reasons: Reasons,
-    name: str,
-    tensor: Tensor | None,
-    shape: Sequence[int | None],
-    dtypes: Sequence[torch.dtype],
-    device: torch.device | None = None,
-    origin: str = "",
-) -> bool:
-    """As `check_tensor`, for one axis of which kernels take no stride."""
-    if not check_tensor(reasons, name, tensor, shape, dtypes, device, origin):
-        return False
-    assert tensor is not None
-    return reasons.need(tensor.is_contiguous(), name, f"stride {tensor.stride(0)}", "contiguous memory")
 
 
 def check_scale(reasons: Reasons, sm_scale: object) -> None:
@@ -297,7 +282,8 @@ def check_scale(reasons: Reasons, sm_scale: object) -> None:
 def check_sinks(reasons: Reasons, sinks: Tensor | None, num_heads: int, device: torch.device) -> None:
     """Note sinks that are not [H] fp32 on the device of the queries."""
     if sinks is not None:
-        check_packed(reasons, "sinks", sinks, (num_heads,), (torch.float32,), device, "H from the queries")
+        like = (num_heads,), (torch.float32,), device, "H from the queries"
+        check_tensor(reasons, "sinks", sinks, *like, packed=True)
 
 
 def check_output(
@@ -336,7 +322,7 @@ def check_batch(
     good = isinstance(block_size, int) and block_size > 0
     if not reasons.need(good, "block_size", block_size, "at least 1"):
         return None
-    if not check_packed(reasons, "seq_lens", seq_lens, (None,), (torch.int32,)):
+    if not check_tensor(reasons, "seq_lens", seq_lens, (None,), (torch.int32,), packed=True):
         return None
     num_seqs, device = seq_lens.shape[0], seq_lens.device
     if block_table is None:
@@ -350,10 +336,10 @@ def check_batch(
     if qo_indptr is None:
         qo_indptr_host = range(num_seqs + 1)
         qo_indptr = _one_each(num_seqs, device)
-    elif not check_packed(
-        reasons, "qo_indptr", qo_indptr, (num_seqs + 1,), (torch.int32,), device, "B + 1 from seq_lens"
-    ):
-        return None
+    else:
+        like = (num_seqs + 1,), (torch.int32,), device, "B + 1 from seq_lens"
+        if not check_tensor(reasons, "qo_indptr", qo_indptr, *like, packed=True):
+            return None
     if not table_fits:
         return None
 
@@ -498,9 +484,8 @@ def check_indices(
         reasons, "indices", indices, (num_tokens, None), (torch.int32,), device, "T from the queries"
     )
     if counts is not None:
-        right &= check_packed(
-            reasons, "counts", counts, (num_tokens,), (torch.int32,), device, "T from the queries"
-        )
+        like = (num_tokens,), (torch.int32,), device, "T from the queries"
+        right &= check_tensor(reasons, "counts", counts, *like, packed=True)
     if not right or not (on_host(indices, counts) or check) or not indices.numel():
         return
     slots = cache.num_blocks * cache.block_size
