@@ -275,9 +275,8 @@ def _cut_sums(a: Tensor, b: Tensor) -> Tensor:
     """
     total = torch.zeros((), dtype=torch.float64, device=a.device)
     for x, y in zip(torch.split(a.double(), 16, -1), torch.split(b.double(), 16, -2), strict=True):
-        total = total + _product(x, y)
-        unit = torch.exp2(torch.frexp(total).exponent - 24.0)
-        total = torch.where(total.isfinite(), (total / unit).trunc() * unit, total)
+        # The 29 bits that fp64 has and fp32 has not.
+        total = (total + _product(x, y)).view(torch.int64).bitwise_and_(-1 << 29).view(torch.float64)
     return total.float()
 
 
