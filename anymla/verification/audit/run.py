@@ -55,6 +55,8 @@ _SUMS = (
     "mostly around an item; on an H200 two tokens of 16 heads take 147.5 µs, 152.0 in tiles of 64 rows, and "
     "168.2 in this tile with 8 warps, which spill nothing"
 )
+_WIDE = "heads of 512 columns after a cached context take all 256 registers; other forms spill nothing"
+_ONE = "of all forms one does, that of {}"
 _VIEWS = "views whose rows cannot be copied pass through registers; other forms spill nothing"
 
 KNOWN_SPILLS: Mapping[tuple[str, str, str], KnownSpill] = {
@@ -63,7 +65,15 @@ KNOWN_SPILLS: Mapping[tuple[str, str, str], KnownSpill] = {
     ("sm90", "attend", "32×64 4w 2s attend_swapped"): KnownSpill(128, _SUMS),
     ("sm90", "attend", "64×64 4w 2s attend_wgmma"): KnownSpill(128, _VIEWS),
     ("sm90", "index_logits", "256×64 4w 2s"): KnownSpill(64, _CAPPED),
+    ("sm80", "prefill", "64×32 4w 2s to 192"): KnownSpill(
+        8, _ONE.format("heads of 64 columns after a cached context")
+    ),
+    ("sm100", "attend", "16×32 8w 2s"): KnownSpill(
+        16, _ONE.format("queries in fp8 over a latent of 256 in pages of 16")
+    ),
     ("gfx1100", "attend", "16×16 8w 1s swapped reread"): KnownSpill(128, _DUPLICATED),
+    ("gfx1100", "prefill", "32×16 8w 1s reread to 640"): KnownSpill(68, _WIDE),
+    ("gfx1201", "prefill", "16×16 8w 1s to 640"): KnownSpill(8, _WIDE),
 }
 """By chip, kernel and row in short."""
 
