@@ -197,7 +197,6 @@ _TRITON_INDEX = replace(
     qk_rope_head_dim=one_of(0),
     topk=Between(1, 4096),
     features=offers(Feature.MULTI_TOKEN, Feature.GRAPH),
-    evidence="compiled",
     source="a tile holds all index heads of a query token; a choice holds a piece of at least twice topk",
 )
 _TRITON_INDEX_WRITE = replace(
@@ -205,7 +204,6 @@ _TRITON_INDEX_WRITE = replace(
     op=one_of("write_cache"),
     kv_format=one_of("index_k", "index_k_fnuz"),
     qk_rope_head_dim=one_of(0),
-    evidence="compiled",
 )
 
 _CPU = Backend(
@@ -227,7 +225,7 @@ _CPU = Backend(
 # Queries in fp8 meet a cache of the same values, each with its scale.
 _FP8_QUERIES = tuple(
     replace(row, op=one_of("decode", "sparse_decode"), q_dtype=one_of(fp8), kv_format=one_of(fp8))
-    for row in (*(replace(r, evidence="compiled") for r in _TRITON_CHIPS), _CPU)
+    for row in (_TRITON, *(replace(r, evidence="compiled") for r in _TRITON_CHIPS[1:]), _CPU)
     for fp8 in ("fp8_e4m3fn", "fp8_e4m3fnuz")
 )
 
@@ -258,7 +256,7 @@ BACKENDS: tuple[Backend, ...] = (
     _TRITON_COMPILED,
     _TRITON_PLANNED,
     *(
-        replace(row, arch=chips.arch)
+        replace(row, arch=chips.arch, evidence=chips.evidence)
         for row in (_TRITON_INDEX, _TRITON_INDEX_WRITE)
         for chips in _TRITON_CHIPS
     ),
