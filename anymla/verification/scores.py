@@ -42,7 +42,7 @@ def hard_scores(width: int, block: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         torch.where(third == 0, torch.nan, torch.where(third == 1, -torch.inf, normal[3])),
         torch.where(third == 0, torch.inf, torch.where(third == 1, -torch.inf, torch.nan)),
         torch.where(token % 2 == 0, torch.nan, normal[3]),
-        torch.where(token // (width // 16) == 1, 1.0, torch.nan),
+        torch.where(token // max(width // 16, 1) == 1, 1.0, torch.nan),
         torch.where(token < width // 3, torch.nan, -torch.inf),
         torch.where(token % 7 == 5, -3e38, -torch.inf),
         normal[4].sort().values,
@@ -55,7 +55,7 @@ def hard_scores(width: int, block: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         normal[3] + 100 * (token % block < block // 14),
         normal[5] + 50 * (token % (block // 2) < block // 28),
     ]
-    shorter = [(normal[5], width - 37), (every, width // 2 + 1), (normal[1].round(), width // 2)]
+    shorter = [(normal[5], max(width - 37, 0)), (every, width // 2 + 1), (normal[1].round(), width // 2)]
     shorter += [(normal[0], 700), (every, 1), (torch.nan * every, 9), (every, 0)]
     scores = torch.stack(rows + [row for row, _ in shorter])
     counts = [width] * len(rows) + [min(count, width) for _, count in shorter]
