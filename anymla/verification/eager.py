@@ -229,12 +229,14 @@ def _attend(
     q32, k32, v32 = q.float(), keys.float(), values.float()
     scores = [_product(q32, k32.mT) * sm_scale]
     # Half of the loops scale the queries, the others the scores.
-    scaled = torch.stack([q32 * sm_scale if i % 2 else q32 for i in range(loops)]) if loops else q32[None]
-    looped = _looped(scaled, k32.mT, _orders(q.shape[-1], loops))
+    is_cut = loops > 0 and q.dtype != FP32
+    plain = loops - is_cut
+    scaled = torch.stack([q32 * sm_scale if i % 2 else q32 for i in range(plain)]) if plain else q32[None]
+    looped = _looped(scaled, k32.mT, _orders(q.shape[-1], plain))
     looped[::2] *= sm_scale
     scores += list(looped)
-    if loops and q.dtype != FP32:
-        scores[-1] = _cut_sums(q32, k32.mT) * sm_scale
+    if is_cut:
+        scores.append(_cut_sums(q32, k32.mT) * sm_scale)
     scores = [s.masked_fill(~visible, -torch.inf) for s in scores]
     nothing = scores[0].new_full(scores[0].shape[:-1], -torch.inf)
     lses = [s.logsumexp(-1) if s.shape[-1] else nothing for s in scores]
