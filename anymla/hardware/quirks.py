@@ -23,8 +23,8 @@ class Quirk:
         value: What it is set to, or the name of the Problem's field that says it.
         package: The package whose version `until` bounds.
         until: The first version without the fault; "" while there is none.
-        yields: Whether "auto" takes any other backend that accepts before one that has it: its results are
-            not those of our definition, and no knob mends them.
+        yields: Whether "auto" takes any other backend that accepts before one that has it: its results of
+            finite inputs are not those of our definition, and no knob mends them.
     """
 
     backend: str
@@ -166,7 +166,6 @@ QUIRKS: tuple[Quirk, ...] = (
         when={"op": one_of("write_cache"), "kv_format": one_of(*_INDEX_KEYS)},
         knob="finite_keys",
         value=1,
-        yields=True,
         source="AITER cache_kernels.cu: of a NaN in fp8 it makes -448",
     ),
     Quirk(

@@ -16,7 +16,7 @@ from anymla.errors import AnyMLAError
 from anymla.hardware.probe import Machine
 from anymla.plans import decode_plan
 from anymla.problem import Feature, Problem
-from anymla.verification.aiter_objects.findings import Finding
+from anymla.verification.aiter_objects.findings import EDGES, Finding
 from anymla.verification.aiter_objects.launch import Objects
 from anymla.verification.aiter_objects.scenes import (
     LATENT,
@@ -30,6 +30,7 @@ from anymla.verification.judge import wrong
 
 HEADS = (5, 8, 16, 24, 32, 48, 64, 96, 128)
 LENS = (5, 33, 70)
+"""Keys of each sequence where only a few are asked for; else those of findings.EDGES."""
 UNITS = 6
 DTYPES = (("bf16", "bf16"), ("bf16", "fp8"), ("fp8", "fp8"))
 
@@ -62,7 +63,9 @@ class NotTaken(AnyMLAError, RuntimeError):
     """The adapter takes no call at all with an AITER; the message gives every reason."""
 
 
-def examine(objects: Objects, root: Path, release: str, not_run: dict[str, str]) -> Iterator[Finding]:
+def examine(
+    objects: Objects, root: Path, release: str, not_run: dict[str, str], *, quick: bool = False
+) -> Iterator[Finding]:
     """Run every route that the adapter takes.
 
     Args:
@@ -70,6 +73,7 @@ def examine(objects: Objects, root: Path, release: str, not_run: dict[str, str])
         root: The folder that holds the package `aiter`, beside its tables.
         release: What its package calls it, "" where nothing says.
         not_run: Filled with calls of which nothing can be said, and why.
+        quick: Fewer lengths.
 
     Raises:
         NotTaken: there is no route.
@@ -86,7 +90,7 @@ def examine(objects: Objects, root: Path, release: str, not_run: dict[str, str])
                 why.update(dict.fromkeys(verdict.reasons))
                 continue
             try:
-                found = _run(objects.chip, stand_in, machine, call, seen)
+                found = _run(objects.chip, stand_in, machine, call, LENS if quick else EDGES, seen)
             except NotModelled as reason:
                 not_run[f"our adapter, {call}"], found = str(reason), None
         if found is not None:
@@ -95,9 +99,12 @@ def examine(objects: Objects, root: Path, release: str, not_run: dict[str, str])
         raise NotTaken("; ".join(why))
 
 
-def _run(chip: str, stand_in: StandIn, machine: Machine, call: Call, seen: set[object]) -> Finding | None:
+def _run(
+    chip: str, stand_in: StandIn, machine: Machine, call: Call, lens: tuple[int, ...], seen: set[object]
+) -> Finding | None:
     """Run a call, unless its route was run before."""
-    began, made = time.monotonic(), scene(chip, call.q, call.kv, call.heads, LENS, call.q_len)
+    lens = tuple(n for n in lens if n >= call.q_len)
+    began, made = time.monotonic(), scene(chip, call.q, call.kv, call.heads, lens, call.q_len)
     plan = decode_plan(_batch(made), _problem(machine, call), "aiter", machine)
     route = plan.state.layout.route
     knobs = {knob: str(value) for knob, value in sorted(route.knobs.items())}

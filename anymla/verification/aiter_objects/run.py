@@ -130,7 +130,7 @@ def verify(
         no_routes = no_routes or "there is no package aiter beside the code objects"
     elif not no_routes:
         try:
-            for route in adapter.examine(objects, root, release, not_run):
+            for route in adapter.examine(objects, root, release, not_run, quick=quick):
                 routes.append(route)
                 tell(len(kernels), total, f"our adapter: {route.name}")
         except adapter.NotTaken as refusal:

@@ -175,6 +175,7 @@ class Machine:
         waves: Of the current group, in the batch.
         lanes: Of a wave.
         memory, shared: Global memory and LDS.
+        aligned: Whether a lane's access that is not aligned is refused, though the chip takes it.
         counts: How often each step was executed, by any wave.
         total: Steps of groups so far.
         notes: What is undecided.
@@ -207,7 +208,9 @@ class Machine:
         self.scc_of = np.zeros(self.num_waves, bool)
         self.mode = np.zeros(self.num_waves, U32)
         self.defined = Definedness(SCALARS + launch.vectors, self.num_waves, self.lanes, order != "clock")
-        self.shared = SharedMemory(len(workgroups), shared_bytes, aligned=order != "clock")
+        # Hand-written code loads ahead from where nothing has put an address yet, and drops what comes.
+        self.aligned = order != "clock"
+        self.shared = SharedMemory(len(workgroups), shared_bytes, self.aligned)
         self.scratch = np.full((self.num_waves, self.lanes, launch.scratch // 4), GARBAGE, U32)
         self.journal = Journal(self.shared.num_bytes, self.wave_of)
         self.counts = [0] * len(launch.steps)

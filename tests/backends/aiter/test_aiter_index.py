@@ -321,7 +321,7 @@ def test_auto_leaves_index_keys_to_our_own_writer_unless_only_aiter_knows_the_fo
     plain, here = problem("write_cache", kv_format=f"index_k{fnuz}"), machine(arch)
     choice = select.choose(plain, here)
     assert choice.backend.name == "triton"
-    assert "sets finite_keys=1, so auto prefers another backend" in str(choice)
+    assert "sets coarse_tiny_keys=1, so auto prefers another backend" in str(choice)
     assert select.choose(plain, here, "aiter").backend.name == "aiter"
     shuffled = replace(plain, kv_format=f"index_k_shuffled{fnuz}", block_size=64)
     assert select.choose(shuffled, here).backend.name == "aiter"
@@ -387,7 +387,7 @@ def wrong_without(row: Quirk, here) -> None:
         require_right(*call_of("gfx942", (200,), (1,), 64, False, 64), topk=5)
     elif row.knob == "max_cache_gib":
         assert select.choose(problem("index_topk"), machine()).knobs["max_cache_gib"] == 2
-    elif row.yields:
+    elif row.when["op"].accepts("write_cache"):
         here("gfx942")
         assert row.knob in select.choose(problem("write_cache"), machine(), "aiter").knobs
         cache = KVCache.allocate(1, 1, kv_lora_rank=128, qk_rope_head_dim=0, kv_format="index_k_fnuz")

@@ -61,3 +61,14 @@ def test_a_move_that_reaches_every_lane_does_not_read_what_was_there() -> None:
     masked = text.replace("row_mask:0xf", "row_mask:0x1") + "  s_mov_b32 s6, s5\n  s_mov_b32 exec_lo, s6"
     with pytest.raises(Fault, match="never written"):
         execute(masked)
+
+
+@pytest.mark.parametrize("order", ["lockstep", "clock"])
+def test_an_access_that_is_not_aligned_is_a_fault_but_by_the_clock(order: str) -> None:
+    memory = Memory()
+    text = f"v_lshlrev_b32 v0, 2, v0\n  v_add_u32 v0, 2, v0\n  {BUFFER}\n  s_waitcnt vmcnt(0)"
+    if order == "lockstep":
+        with pytest.raises(Fault, match="4 bytes not aligned to 4"):
+            execute(text, memory=memory, s=buffer(memory), order=order)
+        return
+    assert execute(text, memory=memory, s=buffer(memory), order=order).v(1)[0] == 1 << 16

@@ -222,7 +222,7 @@ class Load(Row):
 
         def run(m: Machine) -> None:
             addresses, mask = place(m)
-            words = m.memory.load(addresses, mask, kind.size, min(kind.size, 4))
+            words = m.memory.load(addresses, mask, kind.size, _align(m, kind.size))
             put_words(m, number, kind, words)
             m.fly("vmcnt", writes)
 
@@ -249,10 +249,15 @@ class Store(Row):
 
         def run(m: Machine) -> None:
             addresses, mask = place(m)
-            m.memory.store(addresses, mask, words_of(m, number, kind), kind.size, min(kind.size, 4))
+            m.memory.store(addresses, mask, words_of(m, number, kind), kind.size, _align(m, kind.size))
             m.fly("vscnt" if context.chip.wave_size == 32 else "vmcnt")
 
         return step(run, context, trusts=reads, spread="")
+
+
+def _align(m: Machine, size: int) -> int:
+    """What addresses of a lane's access must be a multiple of."""
+    return min(size, 4) if m.aligned else 1
 
 
 def _scratch_places(m: Machine, place: Place, kind: Kind) -> tuple[Array, Array, Array]:
@@ -312,7 +317,7 @@ def copy_to_shared(context: Context, operands: Sequence[Operand], space: Space, 
 
     def run(m: Machine) -> None:
         addresses, mask = place(m)
-        words = m.memory.load(addresses, mask, size, 4)
+        words = m.memory.load(addresses, mask, size, _align(m, size))
         start = (m.s[M0] & U32(0x3FFFF)).astype(I64) + offset
         where = start[:, None] + np.arange(m.lanes) * size
         executing, waves = m.executing, m.waves
