@@ -26,13 +26,14 @@ from anymla.benchmarking.workloads import DTYPES, Workload
 from anymla.contract import Batch, IndexArgs
 from anymla.hardware.arches import ARCHES
 from anymla.hardware.probe import this_machine
+from anymla.indices import to_slots
 from anymla.planned import module_of
 from anymla.problem import Feature
 from anymla.verification.batches import spans
 from anymla.verification.inputs import Inputs
-from anymla.verification.judge import together
+from anymla.verification.judge import Judgement, together, wrong
 from anymla.verification.run import made_with
-from anymla.verification.scores import judged_choice
+from anymla.verification.scores import judged_choice, planned_choice
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Planned:
         timed: What is timed in the place of `run`, which is what is verified; None: that.
         batch: Describes the step anew, by the lengths that the host knows (True) or by bounds alone (False);
             None where that is not how the operation is planned.
+        chosen: Judges what the indexer of a sparse step chose, after `run`; None where there is none.
     """
 
     backend: str
@@ -53,6 +55,7 @@ class Planned:
     plan: Any = None
     batch: Callable[[bool], Batch] | None = None
     timed: Callable[[], Any] | None = None
+    chosen: Callable[[], Judgement] | None = None
 
     @property
     def launch(self) -> dict[str, Any] | None:
@@ -168,7 +171,9 @@ def bench(
     if planning and ready.batch is not None:
         ready.plan.update(ready.batch(True))
     found = verified(call, ready.run())
-    if workload.part == "choice":
+    if ready.chosen is not None:
+        found = replace(found, judgement=together(found.judgement, ready.chosen()))
+    if workload.part.startswith("choice"):
         # What is drawn has hardly a tie.
         kernels, topk = module_of(ready.plan.choice), workload.problem.topk
         hard = judged_choice(kernels, this_machine(device), device, max(workload.lens), topk)
@@ -280,13 +285,18 @@ def _indexer(call: Inputs, workload: Workload, backend: str) -> Planned:
     )
     ids = torch.empty(call.shape, dtype=torch.int32, device=q.device)
     args, module, timed = IndexArgs(q, weights, cache, p.topk, ids), module_of(plan.choice), None
-    if workload.part == "torch.topk":
-        logits = plan.state.logits[: call.num_rows, : max(workload.lens)]
+    part, _, of = workload.part.partition("-")
+    state, width = plan.state, max(workload.lens)
+    if of == "ties":
+        scores = torch.zeros((call.num_rows, width), device=q.device)
+        counts = torch.full((call.num_rows,), width, dtype=torch.int32, device=q.device)
+        args, state = planned_choice(module, this_machine(q.device), scores, counts, p.topk)
+    if part == "torch.topk":
+        logits = state.logits[: call.num_rows, :width]
         found = torch.topk(logits, p.topk)
-        timed = partial(torch.topk, logits, p.topk, out=found)
-    elif workload.part:
-        part = {"logits": module.index_scores, "choice": module.index_choice}[workload.part]
-        timed = partial(part, args, plan.state)
+        timed = partial(torch.topk, logits, p.topk, sorted=of != "unsorted", out=found)
+    elif part:
+        timed = partial({"logits": module.index_scores, "choice": module.index_choice}[part], args, state)
     return Planned(plan.backend, lambda: plan.run(q, weights, cache, out=ids), plan, describe, timed)
 
 
@@ -301,7 +311,14 @@ def _with_index(call: Inputs, workload: Workload, backend: str) -> Planned:
         choose.run(*asked.tensors, as_slots=True, out=call.options["indices"])
         return attend.run()
 
-    return replace(attend, run=run)
+    def chosen() -> Judgement:
+        ids = choose.run(*asked.tensors)
+        where = (asked.options["block_table"], asked.options["qo_indptr"], asked.cache.block_size)
+        same = torch.equal(to_slots(ids, *where), call.options["indices"])
+        found = verified(asked, ids).judgement
+        return found if same else together(found, wrong("slots attended to got others than those of the ids"))
+
+    return replace(attend, run=run, chosen=chosen)
 
 
 def provenance(device: torch.device) -> dict[str, Any]:

@@ -190,7 +190,9 @@ def _written(call: Inputs) -> Verified:
 def _ids(call: Inputs, got: Tensor) -> Verified:
     """Judge what was chosen for some rows, as sequences of their own."""
     q, weights, cache = call.tensors
-    rows, seen = spread(call.num_rows, FEWEST_ROWS), _Seen(call)
+    seen, last = _Seen(call), call.num_rows - 1
+    each = max(seen.count(last), 1) * q.shape[1] * q.shape[2]
+    rows = spread(call.num_rows, min(max(int(VERIFIED_FLOPS / (2 * each)), FEWEST_ROWS), MOST_ROWS))
     slots = [seen.slots(row, cache.block_size) for row in rows]
     options = {
         "block_table": _side_by_side([len(s) for s in slots]),

@@ -1,8 +1,8 @@
 """SUITES: named workloads with what each has to reach, run in one go into one record.
 
 `targets` is what the portable kernels promise on an H200, for any chip to run; `sweep` gives the share of the
-ceiling over length and batch. Every case is verified first, timed as a captured graph with caches flushed,
-beside ceilings of the same run.
+ceiling over length and batch; `choose` has our top-k beside torch's. Every case is verified first, timed as a
+captured graph with caches flushed, beside ceilings of the same run.
 """
 
 import json
@@ -13,15 +13,15 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
-from functools import lru_cache
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from anymla.benchmarking.run import Record, bench, ceilings, provenance
-from anymla.benchmarking.workloads import Workload
+from anymla.benchmarking.workloads import PARTS, Workload
 from anymla.errors import InvalidInput
 from anymla.hardware.probe import this_machine
 from anymla.models import model_named
@@ -154,12 +154,7 @@ def targets(fp8_flavour: str = "e4m3fn") -> Iterator[Row]:
 
 def _sparse_steps(fp8: str) -> Iterator[Row]:
     """The indexer by parts, and all that a sparse step has in the place of a dense one."""
-
-    def index(batch: int, context: int, part: str = "", q_len: int = 1) -> Workload:
-        keys = "index_k_fnuz" if fp8.endswith("fnuz") else "index_k"
-        facts = ("deepseek-v3.2", 64, "index_topk", batch, context)
-        return _work(*facts, q_len=q_len, kv_format=keys, q_dtype=fp8, part=part)
-
+    index = partial(_index, fp8)
     yield Row("index-logits-64x32768", index(64, 32768, "logits"), Target("floor", 0.60))
     yield Row("index-logits-4096x32768", index(1, 32768, "logits", 4096), Target("floor", 0.60))
     for context in (32768, 131072):
@@ -170,6 +165,31 @@ def _sparse_steps(fp8: str) -> Iterator[Row]:
     yield Row(dense, _work("deepseek-v3.2", 64, "decode", 64, 65536))
     work = _work("deepseek-v3.2", 64, "sparse_decode", 64, 65536, index=index(64, 65536))
     yield Row("sparse-step-64x64x65536", work, Target("times_faster", 3, dense))
+
+
+def _index(fp8: str, batch: int, context: int, part: str = "", q_len: int = 1) -> Workload:
+    keys = "index_k_fnuz" if fp8.endswith("fnuz") else "index_k"
+    facts = ("deepseek-v3.2", 64, "index_topk", batch, context)
+    return _work(*facts, q_len=q_len, kv_format=keys, q_dtype=fp8, part=part)
+
+
+CHOSEN_AMONG = (
+    *((1, context, 1, 2048) for context in (4096, 32768, 131072, 1 << 20)),
+    *((64, context, 1, 2048) for context in (4096, 32768, 131072)),
+    *((64, 32768, 1, topk) for topk in (64, 512, 4096)),
+    (1, 32768, 4096, 2048),
+)
+"""Sequences, tokens of each, query tokens of each, how many are chosen."""
+
+
+def choose(fp8_flavour: str = "e4m3fn") -> Iterator[Row]:
+    """Our choice beside torch.topk, sorted and not, of logits that differ and that are all the same."""
+    for batch, context, q_len, topk in CHOSEN_AMONG:
+        for part in PARTS:
+            work = _index(f"fp8_{fp8_flavour}", batch, context, part, q_len)
+            work = replace(work, problem=replace(work.problem, topk=topk))
+            if part != "logits" and (q_len == 1 or not part.endswith("ties")):
+                yield Row(f"choose-{batch * q_len}x{context}-k{topk}-{part}", work)
 
 
 SWEPT_BATCHES, SWEPT_CONTEXTS, SWEPT_HEADS = (1, 4, 16, 64, 256), (1024, 4096, 16384, 65536), (16, 128)
@@ -187,7 +207,7 @@ def sweep(fp8_flavour: str = "e4m3fn") -> Iterator[Row]:
                     yield Row(f"sweep-{batch}x{heads}x{context}", work)
 
 
-SUITES: Mapping[str, Callable[[str], Iterable[Row]]] = {"targets": targets, "sweep": sweep}
+SUITES: Mapping[str, Callable[[str], Iterable[Row]]] = {"targets": targets, "sweep": sweep, "choose": choose}
 
 
 def rows_of(suite: str, device: torch.device, only: Sequence[str] = ()) -> list[Row]:

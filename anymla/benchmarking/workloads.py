@@ -20,6 +20,17 @@ DTYPES = {
 }
 
 
+PARTS = {
+    "logits": "logits over the pages",
+    "choice": "the choice among them",
+    "choice-ties": "the choice among logits that are all 0, as relu leaves them at worst",
+    "torch.topk": "torch.topk in the place of the choice, which sorts what it finds",
+    "torch.topk-unsorted": "torch.topk that need not sort, as the choice need not",
+    "torch.topk-ties": "torch.topk of logits that are all 0",
+}
+"""What is timed of an indexer alone, in words."""
+
+
 @dataclass(frozen=True)
 class Workload:
     """One call of one operation.
@@ -34,8 +45,7 @@ class Workload:
         context: Tokens, or pools, of a sequence in the cache: those of this call included, except for
             prefill. Of uneven sequences the mean.
         turns: What sequences have in turn instead of `context`, where it is not the same for all.
-        part: Of the indexer, what alone is timed: "logits", "choice", or "torch.topk" in the place of that.
-            Empty: all of the call.
+        part: Of the indexer, what alone is timed: a key of PARTS. Empty: all of the call.
         index: The indexer that chooses the keys of this sparse decode, timed with it. None: they are given.
     """
 
@@ -115,7 +125,7 @@ class Workload:
         p = self.problem
         if self.index is not None:
             return replace(self, index=None).flops + self.index.flops
-        if p.op == "write_cache" or self.part in ("choice", "torch.topk"):
+        if p.op == "write_cache" or self.part not in ("", "logits"):
             return 0
         pairs = sum(self.visible(n, t) for n in self.lens for t in range(p.q_len)) * p.num_heads
         if p.op == "index_topk":

@@ -7,8 +7,9 @@ import torch
 
 from anymla.benchmarking import sample
 from anymla.benchmarking.inputs import drawn_inputs
-from anymla.benchmarking.run import planned
+from anymla.benchmarking.run import bench, planned
 from anymla.benchmarking.sample import spread, verified
+from anymla.planned import IndexPlan
 
 CPU = torch.device("cpu")
 
@@ -75,3 +76,19 @@ def test_of_many_heads_some_are_looked_at(small):
     work = small("decode", tp=1, batch=1, context=40)
     call = drawn_inputs(work, CPU)
     assert verified(call, planned(call, work, "cpu").run()).heads == sample.MOST_HEADS
+
+
+@pytest.mark.parametrize("wrong", [None, "ids", "slots"])
+def test_of_a_sparse_step_the_choice_is_judged_too(small, wrong, monkeypatch):
+    index = small("index_topk", topk=7)
+    work = replace(small("sparse_decode", topk=7), index=index)
+    if wrong:
+        run = IndexPlan.run
+
+        def misled(plan, *tensors, as_slots=False, out=None):
+            found = run(plan, *tensors, as_slots=as_slots, out=out)
+            return found.fill_(-1) if as_slots or wrong == "ids" else found
+
+        monkeypatch.setattr(IndexPlan, "run", misled)
+    record = bench(work, "cpu", CPU, repeats=1)
+    assert record.passed == (wrong is None), record.verified.judgement.reasons

@@ -80,7 +80,7 @@ def test_a_part_of_a_suite_brings_what_it_compares_with():
     assert names == ["128x16x4096", "128x16x4096-q4"]
     with pytest.raises(InvalidInput, match="only got nothing"):
         suite.rows_of("targets", CPU, ["nothing"])
-    with pytest.raises(InvalidInput, match="suite got all; needs targets or sweep"):
+    with pytest.raises(InvalidInput, match="suite got all; needs targets, sweep or choose"):
         suite.rows_of("all", CPU)
 
 
