@@ -115,6 +115,7 @@ _AITER_PREFILL = replace(
     "flash_attn_varlen_func, as vLLM 0.33 calls it for chunks of a context",
 )
 # Index queries have their scales in the weights, so those in bf16 would be rounded: see quantise_queries.
+# Each query token is a row of its own that reads all keys, which is no way to do a prefill.
 _AITER_INDEX = replace(
     _AITER,
     op=one_of("index_topk"),
@@ -124,12 +125,16 @@ _AITER_INDEX = replace(
     num_heads=pads_to(32, 64),
     kv_lora_rank=one_of(128),
     qk_rope_head_dim=one_of(0),
+    q_len=Between(1, 8),
     topk=Between(1, 4096),
     features=offers(Feature.MULTI_TOKEN, Feature.GRAPH),
     source="AITER deepgemm_fp8_paged_mqa_logits and its stage1 at e4048607: heads and widths of its tests",
 )
 _AITER_INDEX_SHUFFLED = replace(
-    _AITER_INDEX, kv_format=one_of("index_k_shuffled_fnuz"), block_size=one_of(64, 16, 32, 128, 256)
+    _AITER_INDEX,
+    kv_format=one_of("index_k_shuffled_fnuz"),
+    block_size=one_of(64, 16, 32, 128, 256),
+    q_len=ANY,
 )
 _AITER_WRITE = replace(
     _AITER,

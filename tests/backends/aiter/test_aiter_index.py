@@ -332,6 +332,13 @@ def test_auto_leaves_index_keys_to_our_own_writer_unless_only_aiter_knows_the_fo
     select.explain.cache_clear(), select.choose.cache_clear()
 
 
+@pytest.mark.parametrize(("q_len", "backend"), [(8, "aiter"), (9, "triton"), (4096, "triton")])
+def test_a_prefill_of_the_indexer_is_left_to_our_own_which_reads_keys_once(q_len: int, backend: str) -> None:
+    assert select.choose(replace(problem("index_topk"), q_len=q_len), machine()).backend.name == backend
+    shuffled = replace(problem("index_topk"), q_len=q_len, kv_format="index_k_shuffled_fnuz", block_size=64)
+    assert select.choose(shuffled, machine()).backend.name == "aiter"
+
+
 def test_fp8_latents_are_left_to_our_own_writer_which_keeps_nan() -> None:
     asked = Problem("write_cache", "bf16", "fp8_e4m3fnuz", 1, 512, 64, block_size=64)
     with pytest.raises(NoBackend, match="kv_format got fp8_e4m3fnuz; needs bf16"):
