@@ -47,7 +47,10 @@ def bench(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each case.")] = 20,
     suite: Annotated[
-        str | None, typer.Option(help="Run a named suite instead: targets, sweep over length and batch, or choose for top-k.")
+        str | None,
+        typer.Option(
+            help="Run a named suite instead: targets, sweep over length and batch, or choose for top-k."
+        ),
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Part of the name of a case of the suite.")] = None,
     tune: Annotated[
