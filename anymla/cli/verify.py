@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from anymla.cli.explain import terminal
+from anymla.errors import Reasons
+from anymla.problem import OPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,8 +19,17 @@ R = TypeVar("R")
 EVIDENCE = Path("evidence")
 """Where `--record` writes, in the current folder."""
 
+HEARD = {
+    "--aiter": ("aiter", "machine", "quick"),
+    "--machine": ("machine", "quick", "rows", "op", "processes"),
+    "--fuzz": ("backend", "fuzz", "fuzz_case", "seed", "processes"),
+    "the cases": ("backend", "quick", "processes"),
+}
+"""The options that each kind of run hears, beside --record and --json. The first kind asked for is run."""
+
 
 def verify(
+    context: typer.Context,
     backend: Annotated[str, typer.Option(help="Name of a backend.")] = "cpu",
     machine: Annotated[
         str, typer.Option(help="A chip of AMD to compile for; its code is executed on the emulator.")
@@ -51,8 +62,15 @@ def verify(
     the command that makes it again. With --machine, the kernels of the backend "triton" are compiled for that
     chip and executed by an emulator of its instructions, on any machine, at small sizes; with --aiter too,
     the code objects of that AITER are, alone and under the backend "aiter". Exit code 1 if anything fails or
-    a fault is missed.
+    a fault is missed, 2 if an option is given that such a run does not hear.
     """
+    asked = {
+        "--aiter": aiter,
+        "--machine": machine,
+        "--fuzz": fuzz or fuzz_case is not None,
+        "the cases": True,
+    }
+    _check(next(kind for kind, wanted in asked.items() if wanted), context)
     from anymla.verification import run
 
     if aiter:
@@ -77,6 +95,20 @@ def verify(
     else:
         _show(report, written)
     raise typer.Exit(1 if failed else 0)
+
+
+def _check(kind: str, context: typer.Context) -> None:
+    """Refuse an operation that is none, and every option that a run of this kind would not hear."""
+    reasons = Reasons("verify")
+    op = context.params["op"]
+    reasons.need(op in ("", *OPS), "op", repr(op), f"one of {', '.join(OPS)}")
+    for name, value in context.params.items():
+        kinds = [other for other, names in HEARD.items() if name in names]
+        source = context.get_parameter_source(name)
+        given = kinds and source is not None and source.name == "COMMANDLINE"
+        needs = f"{' or '.join(kinds)}: a run of {kind} does not hear it"
+        reasons.need(not given or kind in kinds, name, repr(value), needs)
+    reasons.raise_if_any()
 
 
 def _verify_aiter(path: Path, chip: str, quick: bool, record: bool, in_json: bool) -> None:
@@ -116,7 +148,7 @@ def _show(report: "Report", written: Path | None) -> None:
 
     console, facts = terminal(), report.to_dict()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("operation", "cases", "failed", "worst share of the budget"):
+    for heading in ("operation", "the cases", "failed", "worst share of the budget"):
         table.add_column(heading, justify="left" if heading == "operation" else "right")
     for op, worst in report.worst.items():
         of_op = [outcome for outcome in report.outcomes if outcome.op == op]

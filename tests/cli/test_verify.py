@@ -162,6 +162,45 @@ class TestEvidence:
             module.record(module.verify("cpu", quick=True), tmp_path)
 
 
+class TestUnheard:
+    """An option that a run does not hear is refused; nothing is run as if it had not been given."""
+
+    @pytest.mark.parametrize(
+        ("arguments", "reasons"),
+        [
+            (
+                "--op index_topk",
+                ["op got 'index_topk'; needs --machine: a run of the cases does not hear it"],
+            ),
+            ("--rows --quick", ["rows got True; needs --machine: a run of the cases does not hear it"]),
+            ("--seed 3", ["seed got 3; needs --fuzz: a run of the cases does not hear it"]),
+            (
+                "--fuzz 3 --quick",
+                ["quick got True; needs --aiter or --machine or the cases: a run of --fuzz"],
+            ),
+            (
+                "--machine gfx942 --backend cpu --fuzz-case 3",
+                ["backend got 'cpu'; needs --fuzz or the cases", "fuzz_case got 3; needs --fuzz: a run of"],
+            ),
+            ("--aiter there --machine gfx942 --op decode", ["op got 'decode'; needs --machine: a run of"]),
+            (
+                "--op foo --rows",
+                [
+                    "op got 'foo'; needs one of decode, sparse_decode, prefill, write_cache, index_topk;",
+                    "op got 'foo'; needs --machine",
+                    "rows got True; needs --machine",
+                ],
+            ),
+            ("--machine gfx942 --op foo", ["op got 'foo'; needs one of decode, sparse_decode, prefill"]),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_it_exits_2_with_every_reason(self, arguments, reasons):
+        error = report(*arguments.split(), exit_code=2)["error"]
+        assert all(reason in error for reason in reasons), error
+        assert error.count(" got ") == len(reasons)
+
+
 def test_help_needs_no_torch() -> None:
     program = "import sys; from anymla.cli import main; sys.argv[1:] = ['verify', '--help']\ntry: main()\n"
     program += "except SystemExit: print('torch' in sys.modules)"
