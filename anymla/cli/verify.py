@@ -148,7 +148,7 @@ def _show(report: "Report", written: Path | None) -> None:
 
     console, facts = terminal(), report.to_dict()
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("operation", "the cases", "failed", "worst share of the budget"):
+    for heading in ("operation", "cases", "failed", "worst share of the budget"):
         table.add_column(heading, justify="left" if heading == "operation" else "right")
     for op, worst in report.worst.items():
         of_op = [outcome for outcome in report.outcomes if outcome.op == op]
