@@ -1,5 +1,6 @@
 """Models' own indexers on our index keys: the choice of stock in every way of generating, fp8 where asked."""
 
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -25,10 +26,11 @@ from hosting import (
 )
 from transformers import DynamicCache
 
-from anymla import machine_named
-from anymla.errors import InvalidInput
+from anymla import machine_named, select
+from anymla.errors import InvalidInput, NoBackend
 from anymla.hardware.arches import ARCHES
 from anymla.integrations.transformers import attach, indexer
+from anymla.integrations.transformers.families import Settings
 from anymla.planned import IndexPlan
 from anymla.verification.judge import judge_tensor
 
@@ -152,26 +154,78 @@ class TestRealWidths:
             got = real_logits(model, batch)
         judge_tensor("logits", got, reference, real_logits(eager(model), batch)).require_pass()
 
-    @pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch not in ("cpu", "gfx1250")])
-    def test_every_gpu_serves_what_attach_asks_for(self, monkeypatch, arch):
+    def machine(self, monkeypatch, arch):
+        """Let attach find a chip that is not here."""
         module = import_module("anymla.integrations.transformers.attach")
         monkeypatch.setattr(module, "machine_of", lambda device: machine_named(arch))
+        return machine_named(arch)
+
+    @pytest.mark.parametrize("arch", [arch for arch in ARCHES if arch not in ("cpu", "gfx1250")])
+    def test_every_gpu_serves_what_attach_asks_for(self, monkeypatch, arch):
+        self.machine(monkeypatch, arch)
         model = build("tiny-hy-v4", dtype=torch.bfloat16, **{**WIDTHS, "index_topk": 2048})
         for options in ({}, {"index_format": "index_k", "kv_format": "fp8"}):
             with attach(model, **options) as attached:
                 asked = {choice.problem.op for choice in attached.choices}
             assert asked == {"decode", "prefill", "sparse_decode", "index_topk", "write_cache"}
 
+    @pytest.mark.parametrize("index_format", ["auto", "index_k", None])
     @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
-    def test_what_a_named_backend_does_not_take_goes_to_another(self, monkeypatch, arch):
-        module = import_module("anymla.integrations.transformers.attach")
-        monkeypatch.setattr(module, "machine_of", lambda device: machine_named(arch))
+    def test_what_a_named_backend_does_not_take_goes_to_another(self, monkeypatch, arch, index_format):
+        self.machine(monkeypatch, arch)
         model = build("tiny-hy-v4", dtype=torch.bfloat16, num_attention_heads=16, **WIDTHS)
-        with attach(model, backend="aiter", index_format="index_k") as attached:
-            served = {choice.problem.op: choice.backend.name for choice in attached.choices}
-            assert served["decode"] == served["sparse_decode"] == "aiter"
-            # With bf16 queries it has no prefill that has sinks.
-            assert served["prefill"] == "triton"
+        with attach(model, backend="aiter", index_format=index_format) as attached:
+            served = {
+                (one.problem.op, one.problem.kv_lora_rank): one.backend.name for one in attached.choices
+            }
+        # With bf16 queries it has no prefill that has sinks, and it has no index keys but in fp8.
+        expected = {(op, 512): "aiter" for op in ("decode", "sparse_decode", "write_cache")}
+        expected["prefill", 512] = "triton"
+        if index_format:
+            keys = "aiter" if index_format == "index_k" else "triton"
+            expected |= {("index_topk", 128): keys, ("write_cache", 128): keys}
+        assert served == expected
+
+    @pytest.mark.parametrize("index_format", ["auto", "index_k"])
+    def test_a_step_asks_for_the_problems_that_attach_chose_for_or_for_longer_ones(
+        self, monkeypatch, index_format
+    ):
+        machine = self.machine(monkeypatch, "gfx942")
+        asked, ask = {}, Settings.asked
+
+        def noting(settings, problem):
+            asked[problem] = ask(replace(settings, backend="aiter"), problem)
+            return "auto"
+
+        monkeypatch.setattr(Settings, "asked", noting)
+        model = build("tiny-hy-v4", dtype=torch.bfloat16, num_attention_heads=16, **WIDTHS)
+        with attach(model, backend="aiter", index_format=index_format) as attached:
+            known = asked.copy()
+            asked.clear()
+            # The steps run here, on the CPU.
+            attached.settings.backend = "auto"
+            greedy(model, padded(PROMPTS[0]), new=2)
+        assert {problem.op for problem in asked} == {"index_topk", "write_cache"}
+        for problem, who in asked.items():
+            assert replace(problem, q_len=1, features=frozenset()) in known
+            verdicts = {one.backend.name: one.accepted for one in select.explain(problem, machine)}
+            assert who == ("aiter" if verdicts["aiter"] else "auto")
+
+    def test_every_kind_of_layer_is_asked_about_before_anything_changes(self, monkeypatch):
+        model = larger(NARROW, num_attention_heads=16, **WIDTHS).bfloat16()
+        before = state(model)
+        with attach(model) as attached:
+            widths = [one.problem.qk_rope_head_dim for one in attached.choices if one.problem.op == "decode"]
+            assert widths == [64, 0]
+            assert "layers 0, 2, 4: cpu serves this decode on cpu" in attached.explain()
+            assert "layers 1, 3: cpu serves this decode on cpu" in attached.explain()
+        self.machine(monkeypatch, "gfx942")
+        needs = "qk_rope_head_dim got 0; needs 64"
+        with pytest.raises(
+            NoBackend, match=f"layers 1, 3: backend 'aiter' cannot serve this decode(.|\n)*{needs}"
+        ):
+            attach(model, backend="aiter", index_format="index_k")
+        assert state(model) == before
 
 
 class TestEveryWayOfGenerating:
@@ -193,12 +247,15 @@ class TestEveryWayOfGenerating:
         with attach(model, block_size=4):
             assert torch.equal(greedy(model, batch, new=8, **options), expected)
 
-    @pytest.mark.parametrize("name", ["tiny-glm-5", "tiny-hy-v4", NARROW])
-    def test_a_padded_batch_is_continued_with_padding_in_its_middle(self, name):
+    @pytest.mark.parametrize(
+        ("name", "index_format"),
+        [("tiny-glm-5", "auto"), ("tiny-hy-v4", "auto"), (NARROW, "auto"), (POOLED, None)],
+    )
+    def test_a_padded_batch_is_continued_with_padding_in_its_middle(self, name, index_format):
         model = made(name)
         first, later = padded(), padded("and then more", "words", "follow them on")
         stock = eager(model)
-        with attach(model, block_size=4) as attached, torch.no_grad():
+        with attach(model, block_size=4, index_format=index_format) as attached, torch.no_grad():
             ours, theirs = (
                 attached.new_cache(),
                 DynamicCache(config=getattr(stock.config, "text_config", stock.config)),
@@ -297,6 +354,43 @@ class TestPools:
             cropped.layers[module.layer_idx].crop(-16)
             assert torch.equal(keys(cropped, 22, 38, hidden), keys(fresh, 0, 38, hidden))
 
+    def with_a_gap(self, tokens):
+        """A prompt whose second pool has a hidden token."""
+        batch = {key: value[:, :tokens] for key, value in padded(PROMPTS[0]).items()}
+        batch["attention_mask"][0, 5] = 0
+        return batch
+
+    @pytest.mark.parametrize("tokens", [12, 18, 38], ids=["fewer-than-chosen", "as-many", "more"])
+    def test_its_own_indexer_chooses_no_pool_with_a_gap(self, tokens):
+        model, batch = larger(POOLED), self.with_a_gap(tokens)
+        expected = real_logits(eager(model), batch)
+        with attach(model, block_size=4, index_format=None):
+            got = real_logits(model, batch)
+        assert torch.equal(got.argmax(-1), expected.argmax(-1))
+
+    def test_a_gap_is_refused_where_we_make_the_pools(self):
+        model, needs = (
+            larger(POOLED),
+            "between seen ones in sequence 0; needs them at either end, as a pool is",
+        )
+        with attach(model, block_size=4) as attached, torch.no_grad():
+            cache = attached.new_cache()
+            with pytest.raises(InvalidInput, match=f"attention_mask got hidden tokens {needs}"):
+                model(**self.with_a_gap(12), **given(cache))
+            model(**padded(), **given(cache := attached.new_cache()))
+            mask = torch.cat((padded()["attention_mask"], torch.tensor([[1, 1], [0, 1], [1, 0]])), 1)
+            with pytest.raises(InvalidInput, match="seen ones in sequence 1; needs them at either end"):
+                model(input_ids=torch.ones(3, 2, dtype=torch.int64), attention_mask=mask, **given(cache))
+            assert cache.get_seq_length() == 38
+
+    def test_hidden_tokens_at_the_end_are_no_gap(self):
+        model, batch = larger(POOLED), padded(PROMPTS[0])
+        exact, stock = exact_logits(model, batch)[:-2], real_logits(eager(model), batch)[:-2]
+        batch["attention_mask"][:, -2:] = 0
+        with attach(model, block_size=4):
+            got = real_logits(model, batch)
+        judge_tensor("logits", got, exact, stock).require_pass()
+
     def test_pages_must_hold_whole_pools(self):
         model = larger(POOLED)
         before = state(model)
@@ -345,9 +439,9 @@ class TestLeftToTheModel:
         with attach(model), pytest.raises(InvalidInput, match=f"scores got {call}; needs sum over heads"):
             model(**batch)
 
-    @pytest.mark.parametrize("index_format", ["fp8_e4m3fn", "int4", "fp8_ds_mla"])
+    @pytest.mark.parametrize("index_format", ["fp8_e4m3fn", "int4", "fp8_ds_mla", 5])
     def test_a_format_that_index_keys_do_not_have_is_refused(self, index_format):
-        with pytest.raises(InvalidInput, match=f"got '{index_format}'; needs None, auto or bf16"):
+        with pytest.raises(InvalidInput, match=f"got {index_format!r}; needs None, auto or bf16"):
             attach(build("tiny-deepseek-v32"), index_format=index_format)
 
     @pytest.mark.parametrize(
@@ -356,7 +450,7 @@ class TestLeftToTheModel:
             (
                 "tiny-llama",
                 {"index_format": "index_k"},
-                "got 'index_k'; needs None or auto: there is no indexer",
+                "got 'index_k'; needs auto: there is no indexer",
             ),
             ("tiny-hy-v4", {"index_power_of_two": True}, "got True; needs an index format with scales"),
         ],

@@ -161,6 +161,8 @@ class TestRefusals:
         ("options", "error", "message"),
         [
             ({"kv_format": "int4"}, InvalidInput, "kv_format got 'int4'; needs auto or one of bf16"),
+            ({"kv_format": 5}, InvalidInput, "kv_format got 5; needs auto or one of bf16"),
+            ({"index_format": 5}, InvalidInput, "index_format got 5; needs auto: there is no indexer"),
             ({"kv_format": "fp8_ds_mla"}, InvalidInput, "kv_lora_rank got 32; needs a multiple of 128"),
             ({"k_scale": 1.0}, InvalidInput, "k_scale got a value; needs None: fp32 has no scale"),
             ({"kv_format": "fp8", "k_scale": -1.0}, InvalidInput, "k_scale got -1.0; needs one positive"),

@@ -23,10 +23,11 @@ from hosting import (
     state,
 )
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import anymla
 from anymla.errors import InvalidInput
-from anymla.integrations.transformers import attach
+from anymla.integrations.transformers import attach, steps
 from anymla.verification.judge import judge_tensor
 
 
@@ -111,6 +112,54 @@ class TestEveryWayOfGenerating:
             cache.crop(-6)
             again = model(input_ids=more, attention_mask=mask, **given(cache)).logits
         assert torch.equal(first, again)
+
+
+def step_of(grid, table, tokens, **places):
+    """A step that only turns chosen tokens into slots."""
+    none = dict.fromkeys(("rows", "batch", "hidden_rows", "hidden", "places", "positions"))
+    slots = torch.zeros(0, dtype=torch.int64)
+    table = torch.tensor(table, dtype=torch.int32)
+    return steps.Step(grid=grid, slot_mapping=slots, table=table, tokens=tokens, **none | places)
+
+
+class Made(TorchDispatchMode):
+    """Notes the bytes of each tensor that an operation makes, views of its arguments left out."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        given = {one.untyped_storage().data_ptr() for one in args if isinstance(one, torch.Tensor)}
+        for one in result if isinstance(result, tuple) else (result,):
+            if isinstance(one, torch.Tensor) and one.untyped_storage().data_ptr() not in given:
+                self.sizes.append(one.nbytes)
+        return result
+
+
+class TestSlots:
+    PLACES = torch.tensor([[0, 1, -1, 2, 3, 4], [-1, 0, 1, 2, 3, 4]])
+    CHOSEN = torch.tensor([[[5, 0, 2, 3], [3, 4, 5, 3]], [[0, 1, -1, 4], [5, 1, -1, 1]]], dtype=torch.int32)
+
+    @pytest.mark.parametrize("at_a_time", [1, 8, 1 << 19])
+    def test_a_token_that_is_hidden_later_or_named_twice_takes_no_slot(self, monkeypatch, at_a_time):
+        monkeypatch.setattr(steps, "_SLOTS", at_a_time)
+        step = step_of((2, 2), [[7, 3, 1], [2, 9, 4]], 6, places=self.PLACES, has_gap=True)
+        slots, counts = step.slots(self.CHOSEN, 2)
+        # Pages of two: place 2 of the first sequence is the first slot of page 3, place 4 that of page 1.
+        assert slots.tolist() == [[6, 14, -1, -1], [2, 6, 7, -1], [4, 19, -1, -1], [4, 8, -1, -1]]
+        assert counts.tolist() == [2, 3, 2, 2] and slots.dtype == counts.dtype == torch.int32
+
+    def test_more_chosen_tokens_take_no_more_memory_at_a_time(self, monkeypatch):
+        monkeypatch.setattr(steps, "_SLOTS", 1 << 10)
+        step = step_of((1, 512), [list(range(8))], 512, places=torch.arange(512)[None], has_gap=True)
+        chosen = torch.arange(512, dtype=torch.int32).flip(0).expand(1, 512, 512).contiguous()
+        with Made() as made:
+            slots, counts = step.slots(chosen, 64)
+        assert counts.tolist() == list(range(1, 513)) and slots[-1].tolist() == list(range(512))
+        *rest, largest = sorted(made.sizes)
+        assert largest == slots.nbytes and rest[-1] == 8 << 10
 
 
 class Indexers(TorchFunctionMode):

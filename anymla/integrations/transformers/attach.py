@@ -43,11 +43,11 @@ class Attachment:
     """
 
     def __init__(
-        self, model: Any, owner: Any, sites: dict[int, Site], choices: tuple[select.Choice, ...]
+        self, model: Any, owner: Any, sites: dict[int, Site], chosen: tuple[options.Chosen, ...]
     ) -> None:
         self.model, self.sites = model, sites
         self.settings = next(iter(sites.values())).settings
-        self._owner, self._choices = owner, choices
+        self._owner, self._chosen = owner, chosen
         self._signature = inspect.signature(owner.forward)
         self._undo: list[Callable[[], object]] = []
 
@@ -58,13 +58,13 @@ class Attachment:
 
     @property
     def backend(self) -> str:
-        """The backend that decodes."""
-        return self._choices[0].backend.name
+        """The backend that decodes, in the first layer."""
+        return self._chosen[0].choice.backend.name
 
     @property
     def choices(self) -> tuple[select.Choice, ...]:
-        """What was chosen for every operation that is used, decoding first, with every verdict."""
-        return self._choices
+        """What was chosen for every operation of every kind of layer, decoding first, with every verdict."""
+        return tuple(chosen.choice for chosen in self._chosen)
 
     @property
     def bytes_per_token(self) -> int:
@@ -82,8 +82,8 @@ class Attachment:
         return latents + sum(s.stock_index_bytes_per_token for s in self.sites.values())
 
     def explain(self) -> str:
-        """Which backend decodes and which prefills, why, and why the others do not."""
-        return "\n".join(str(choice) for choice in self._choices)
+        """Which backend decodes and which prefills, in which layers, why, and why the others do not."""
+        return "\n".join(map(str, self._chosen))
 
     def new_cache(self, *, max_cache_len: int | None = None) -> Any:
         """An empty paged cache for `generate(cache=...)` or several calls of the model.
@@ -257,7 +257,7 @@ def attach(
     keys = options.index_format_named(reasons, index_format, has_indexer, weight.dtype, machine)
     rounds = keys in KV_FORMATS and KV_FORMATS[keys].tile != 0
     reasons.need(not index_power_of_two or rounds, "index_power_of_two", True, "an index format with scales")
-    settings = Settings(row, block_size, backend, None, num_blocks, scale, keys, index_power_of_two)
+    settings = Settings(row, block_size, backend, machine, None, num_blocks, scale, keys, index_power_of_two)
     sites = _sites(reasons, found, settings)
     reasons.need(not getattr(owner.config, "output_attentions", False), "output_attentions", True, "False")
     reasons.need(getattr(owner.config, "is_causal", True), "is_causal", False, "True")
@@ -267,9 +267,9 @@ def attach(
     settings.prefill_threshold = (
         break_even_tokens(first) if isinstance(prefill_threshold, str) else prefill_threshold
     )
-    choices = options.choices(sites.values(), machine, weight.dtype)
+    chosen = options.choices(sites, machine, weight.dtype)
     attention.register()
-    attachment = Attachment(model, owner, sites, choices)
+    attachment = Attachment(model, owner, sites, chosen)
     attachment._apply()
     return attachment
 

@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from anymla.api import write_cache
 from anymla.errors import InvalidInput, Reasons
 from anymla.integrations.transformers import steps
 from anymla.integrations.transformers.cache import LatentCarrier
@@ -127,7 +126,7 @@ def _attend(given: _Given, query: Tensor, key: Tensor, value: Tensor, mask: Tens
                 "attention", [f"key got {got}; needs a cache that was made or adopted after attach"]
             )
         pool, index = steps.scratch(site, key), 0
-        step = steps.begin(pool, (batch, new), mask)
+        step = steps.begin(site, pool, (batch, new), mask)
     rows = query.transpose(1, 2).flatten(0, 1)
     kv_c, k_pe = site.new_tokens(key, value)
     if step.rows is not None:
@@ -137,11 +136,10 @@ def _attend(given: _Given, query: Tensor, key: Tensor, value: Tensor, mask: Tens
     else:
         store = pool.store(index, kv_c, k_pe)
         if stores and step.batch is not None:
-            backend = site.settings.backend_of("write_cache", store.format.name)
-            write_cache(kv_c, k_pe, store, step.slot_mapping, backend=backend)
-        # A choice of as many as there are is all of them.
-        chooses = given.indices is not None and given.indices.shape[2] < step.tokens
-        if chooses or not site.chooses_all:
+            steps.write(site, kv_c, k_pe, store, step.slot_mapping)
+        # A choice of as many as there are is all of them, but for tokens in a pool with a gap.
+        lacks = given.indices is not None and given.indices.shape[2] < step.tokens
+        if lacks or not site.chooses_all or (site.pool_size and step.has_gap):
             out = _chosen(given, step, store, rows)
         else:
             out = _run(given, step, store, rows, kv_c, k_pe)

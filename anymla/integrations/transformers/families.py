@@ -10,9 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from anymla import latent
+from anymla import latent, select
 from anymla.errors import Reasons
+from anymla.hardware.probe import Machine
 from anymla.kv_formats import KV_FORMATS
+from anymla.problem import Problem
 
 LATENT = (
     "AXK1Attention",
@@ -48,13 +50,13 @@ class Settings:
         kv_format: Name of a row of KV_FORMATS.
         block_size: Tokens a page.
         backend: A registry name, or "auto": who decodes.
+        machine: Of the device that the weights are on.
         prefill_threshold: New tokens of a sequence from which the decompressed form is used; None: never.
         num_blocks: Pages of a cache; None lets it grow between steps.
         k_scale: [1] fp32 for an fp8 cache with one scale; None calibrates it at each layer's first tokens.
         index_format: Name of a row of KV_FORMATS for index keys; None: indexers keep, score and choose by
             themselves.
         index_power_of_two: The scales of index keys and queries are powers of two.
-        taken: Of the operations beside decoding, and the formats, those that `backend` takes.
         calls: How often each form ran, a layer each time: "absorbed", "decompressed" and "sparse", and
             "indexed" for a choice.
         selectors: The up-projections of grouped-query modules; those of equal widths share one pair.
@@ -63,20 +65,24 @@ class Settings:
     kv_format: str
     block_size: int
     backend: str
+    machine: Machine
     prefill_threshold: int | None
     num_blocks: int | None
     k_scale: Tensor | None
     index_format: str | None = None
     index_power_of_two: bool = False
-    taken: set[tuple[str, str]] = field(default_factory=set)
     calls: Counter[str] = field(default_factory=Counter)
     selectors: dict[tuple[int, int, int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = field(
         default_factory=dict
     )
 
-    def backend_of(self, op: str, kv_format: str) -> str:
-        """Who is asked for an operation beside decoding: `backend` if it takes it, else the first to."""
-        return self.backend if (op, kv_format) in self.taken else "auto"
+    def asked(self, problem: Problem) -> str:
+        """Who is asked for what is not decoding: `backend` if it takes this problem, else the first to."""
+        if self.backend == "auto":
+            return "auto"
+        verdicts = select.explain(problem, self.machine)
+        takers = [verdict.backend.name for verdict in verdicts if verdict.accepted]
+        return self.backend if self.backend in takers else "auto"
 
 
 @dataclass
@@ -110,7 +116,7 @@ class LatentSite:
     @property
     def most_chosen(self) -> int:
         """The most keys of a sparse decode: a choice of pools brings the tokens after the last whole one."""
-        after = int(getattr(self.module.config, "index_kpool", 1)) - 1 if self.chooses_all else 0
+        after = max(self.pool_size, 1) - 1 if self.chooses_all else 0
         return self.topk + after if self.topk else 0
 
     @property
@@ -125,8 +131,8 @@ class LatentSite:
 
     @property
     def pool_size(self) -> int:
-        """Tokens that share an index key, 0 where each has its own."""
-        return int(getattr(self.indexer, "index_kpool", 0))
+        """Tokens that share an index key, here or where the choice comes from; 0 where each has its own."""
+        return int(getattr(self.module.config, "index_kpool", 0))
 
     @property
     def index_bytes_per_token(self) -> int:
@@ -250,6 +256,7 @@ class GroupedSite:
     stored_width: int = field(init=False)
     topk: ClassVar[int] = 0
     most_chosen: ClassVar[int] = 0
+    pool_size: ClassVar[int] = 0
     scores: ClassVar[bool] = False
     index_bytes_per_token: ClassVar[int] = 0
     stock_index_bytes_per_token: ClassVar[int] = 0

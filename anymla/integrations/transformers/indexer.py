@@ -12,18 +12,16 @@ import torch
 from torch import Tensor
 
 from anymla import indices
-from anymla.api import write_cache
 from anymla.contract import Batch
 from anymla.errors import InvalidInput
-from anymla.integrations.transformers import steps
+from anymla.integrations.transformers import problems, steps
 from anymla.integrations.transformers.cache import PagedLatentLayer
 from anymla.integrations.transformers.families import LatentSite
 from anymla.integrations.transformers.pages import PagePool
 from anymla.kv_cache import KVCache
-from anymla.kv_formats import KV_FORMATS
 from anymla.planned import IndexPlan
 from anymla.plans import index_plan
-from anymla.problem import Feature, Problem, canonical_name
+from anymla.problem import canonical_name
 
 
 def run(site: LatentSite, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -197,9 +195,7 @@ class _Pages:
         none = keys[:, :0]
         store = self.pool.store(("index", self.index), keys, none, settings.index_format, per_page)
         if keys.shape[0]:
-            backend = settings.backend_of("write_cache", store.format.name)
-            power_of_two = settings.index_power_of_two
-            write_cache(keys, none, store, slots, power_of_two=power_of_two, backend=backend)
+            steps.write(self.site, keys, none, store, slots, power_of_two=settings.index_power_of_two)
         return store
 
     def best(self, batch: Batch, queries: Tensor, weights: Tensor, store: KVCache, topk: int) -> Tensor:
@@ -208,9 +204,8 @@ class _Pages:
         settings.calls["indexed"] += 1
         key = ("index_topk", batch is self.step.hidden, *queries.shape[1:], store.format.name, topk)
         if key not in plans:
-            problem = problem_of(self.site, topk, q_len=batch.max_q_len)
-            backend = settings.backend_of("index_topk", store.format.name)
-            plans[key] = index_plan(batch, problem, backend)
+            problem = problems.index_topk(self.site, topk, q_len=batch.max_q_len)
+            plans[key] = index_plan(batch, problem, settings.asked(problem))
         plan: IndexPlan = plans[key]
         # The model makes queries fp32 only to score with them.
         queries, weights = queries.to(self.site.weight.dtype), weights.float()
@@ -219,24 +214,6 @@ class _Pages:
                 queries, weights, kv_format=store.format.name, power_of_two=settings.index_power_of_two
             )
         return plan.run(queries, weights, store)
-
-
-def problem_of(site: LatentSite, topk: int, q_len: int = 1) -> Problem:
-    """The facts of this indexer's choice; pools are chosen as tokens are."""
-    row, pool = KV_FORMATS[str(site.settings.index_format)], max(site.pool_size, 1)
-    kept = site.weight.dtype if row.value_dtype.itemsize > 1 else row.value_dtype
-    return Problem(
-        op="index_topk",
-        q_dtype=canonical_name(str(kept)),
-        kv_format=row.name,
-        num_heads=site.indexer.n_heads,
-        kv_lora_rank=site.indexer.head_dim,
-        qk_rope_head_dim=0,
-        block_size=site.settings.block_size // pool,
-        q_len=q_len,
-        topk=topk,
-        features=frozenset({Feature.MULTI_TOKEN} if q_len > 1 else ()),
-    )
 
 
 def _layer_of(site: LatentSite, cache: Any) -> PagedLatentLayer:
@@ -254,7 +231,7 @@ def _begin(site: LatentSite, cache: Any, keys: Tensor, mask: Tensor | None) -> _
         mask = mask[:, None]
     if cache is None:
         pool, index = steps.scratch(site, keys), 0
-        pool.step = steps.begin(pool, grid, mask)
+        pool.step = steps.begin(site, pool, grid, mask)
         return _Pages(site, pool, index, pool.step)
     layer = _layer_of(site, cache)
     step = steps.begun(site, layer, grid, mask)
@@ -303,7 +280,7 @@ def _pooled(
     name = canonical_name(str(own.dtype))
     tokens = pages.pool.store(("states", pages.index), own, own[:, :0], name, pages.pool.block_size)
     if step.batch is not None:
-        write_cache(own, own[:, :0], tokens, step.slot_mapping)
+        steps.write(site, own, own[:, :0], tokens, step.slot_mapping)
     first = _slots_of_completed(pages, size)
     slots = first[:, None] + torch.arange(size, device=first.device)
     made, gates = torch.split(tokens.read(slots.flatten()).view(-1, size, 2 * width), width, dim=2)

@@ -1,25 +1,34 @@
 """What `attach` is asked for, checked, and a backend for each operation that it needs."""
 
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from anymla import select
-from anymla.errors import Reasons
+from anymla.errors import NoBackend, Reasons
 from anymla.hardware.probe import Machine
-from anymla.integrations.transformers import indexer
+from anymla.integrations.transformers import problems
 from anymla.integrations.transformers.families import LatentSite, Site
 from anymla.kv_cache import KV_FORMATS
-from anymla.problem import Feature, Problem, canonical_name
+from anymla.problem import Problem, canonical_name
 from anymla.rules import listed
+
+
+class Chosen(NamedTuple):
+    """A choice, and for which layers it was made, "" for all."""
+
+    choice: select.Choice
+    layers: str
+
+    def __str__(self) -> str:
+        return f"{self.layers}{self.choice}"
 
 
 def format_named(reasons: Reasons, kv_format: str, dtype: torch.dtype, machine: Machine) -> str:
     """The row of latents, in the fp8 of the chip where the name leaves it open."""
-    name = str(dtype) if kv_format == "auto" else kv_format
-    name = canonical_name(name, machine.fp8_flavour)
+    name = canonical_name(str(dtype if kv_format == "auto" else kv_format), machine.fp8_flavour)
     usable = [known for known in KV_FORMATS if not known.startswith("index_k")]
     reasons.need(name in usable, "kv_format", repr(kv_format), f"auto or one of {', '.join(usable)}")
     return name
@@ -31,9 +40,9 @@ def index_format_named(
     """The row of index keys, in the fp8 of the chip where the name leaves it open; None without any."""
     if index_format is None or not has_indexer:
         known = index_format in (None, "auto")
-        reasons.need(known, "index_format", repr(index_format), "None or auto: there is no indexer")
+        reasons.need(known, "index_format", repr(index_format), "auto: there is no indexer")
         return None
-    name = canonical_name(str(dtype) if index_format == "auto" else index_format)
+    name = canonical_name(str(dtype if index_format == "auto" else index_format))
     if name == "index_k" and machine.fp8_flavour == "e4m3fnuz":
         name = "index_k_fnuz"
     usable = [row.name for row in KV_FORMATS.values() if row.block_flat or row.value_dtype.itemsize > 1]
@@ -62,49 +71,36 @@ def check_numbers(reasons: Reasons, **numbers: object) -> None:
         reasons.need(free or (isinstance(value, int) and value > 0), name, value, "at least 1")
 
 
-def choices(sites: Collection[Site], machine: Machine, dtype: torch.dtype) -> tuple[select.Choice, ...]:
-    """The backends of every form, chosen now so that a refusal comes before anything has changed."""
-    site, *_ = sites
+def choices(sites: Mapping[int, Site], machine: Machine, dtype: torch.dtype) -> tuple[Chosen, ...]:
+    """The backends of every form of every layer, chosen now: a refusal comes before anything has changed."""
+    found: dict[Problem, list[int]] = {}
+    for index, site in sites.items():
+        for problem in _problems(site, dtype):
+            found.setdefault(problem, []).append(index)
+    return tuple(_chosen(problem, layers, sites, machine) for problem, layers in found.items())
+
+
+def _chosen(problem: Problem, layers: list[int], sites: Mapping[int, Site], machine: Machine) -> Chosen:
+    settings = sites[layers[0]].settings
+    named = settings.backend if problem.op in ("decode", "sparse_decode") else settings.asked(problem)
+    words = "" if len(layers) == len(sites) else f"layers {', '.join(map(str, layers))}: "
+    try:
+        return Chosen(select.choose(problem, machine, named), words)
+    except NoBackend as refusal:
+        raise NoBackend(f"{words}{refusal}", refusal.verdicts) from None
+
+
+def _problems(site: Site, dtype: torch.dtype) -> Iterator[Problem]:
     settings = site.settings
-    sinks = frozenset({Feature.SINKS} if site.has_sinks else ())
-    decode = Problem(
-        op="decode",
-        q_dtype=canonical_name(str(dtype)),
-        kv_format=settings.kv_format,
-        num_heads=site.num_heads,
-        kv_lora_rank=site.kv_lora_rank,
-        qk_rope_head_dim=site.qk_rope_head_dim,
-        block_size=settings.block_size,
-        features=sinks,
-    )
-    attends, others = [decode], []
-    if settings.prefill_threshold is not None:
-        others.append(
-            replace(
-                decode,
-                op="prefill",
-                qk_nope_head_dim=site.qk_nope_head_dim,
-                v_head_dim=site.v_head_dim,
-                q_len=settings.prefill_threshold,
-                features=sinks | {Feature.MULTI_TOKEN, Feature.CACHED_CONTEXT},
-            )
-        )
+    row, size = settings.kv_format, settings.block_size
+    yield problems.attention(site, "decode", dtype, row)
     if site.topk:
-        attends.append(replace(decode, op="sparse_decode", topk=site.most_chosen))
-    write = replace(decode, op="write_cache", num_heads=1, features=frozenset())
-    others.append(write)
-    indexed = next((s for s in sites if isinstance(s, LatentSite) and s.scores), None)
-    if indexed is not None:
-        choice = indexer.problem_of(indexed, indexed.topk)
-        keys = replace(
-            write, kv_format=choice.kv_format, kv_lora_rank=choice.kv_lora_rank, qk_rope_head_dim=0
-        )
-        others += [choice, replace(keys, block_size=choice.block_size)]
-    found = [select.choose(problem, machine, settings.backend) for problem in attends]
-    for problem in others:
-        takers = {verdict.backend.name for verdict in select.explain(problem, machine) if verdict.accepted}
-        if settings.backend in takers:
-            settings.taken.add((problem.op, problem.kv_format))
-        named = settings.backend_of(problem.op, problem.kv_format)
-        found.append(select.choose(problem, machine, named))
-    return tuple(found)
+        yield problems.attention(site, "sparse_decode", dtype, row, topk=site.most_chosen)
+    if settings.prefill_threshold is not None:
+        yield problems.prefill(site, dtype, row, settings.prefill_threshold)
+    if site.owns_tokens:
+        yield problems.write(dtype, row, site.kv_lora_rank, site.qk_rope_head_dim, size)
+    if isinstance(site, LatentSite) and site.scores:
+        choice = problems.index_topk(site, site.topk)
+        yield choice
+        yield problems.write(dtype, choice.kv_format, choice.kv_lora_rank, 0, choice.block_size)

@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anymla.api import write_cache
 from anymla.contract import Batch
 from anymla.errors import InvalidInput, Reasons
 from anymla.indices import compacted, to_slots
+from anymla.integrations.transformers import problems
 from anymla.integrations.transformers.cache import PagedLatentLayer
 from anymla.integrations.transformers.families import Site
 from anymla.integrations.transformers.pages import PagePool
@@ -20,6 +22,9 @@ from anymla.problem import canonical_name
 
 _MASK_ROWS = 1024
 """Rows of a mask that are compared at a time, so that a long prefill needs no second mask."""
+
+_SLOTS = 1 << 19
+"""Chosen tokens that are turned into slots at a time: 32 MiB beside the result, at 64 bytes a token."""
 
 
 @dataclass
@@ -42,6 +47,7 @@ class Step:
         places: [B, tokens] int64 of each token so far its place among the stored ones, -1 for a hidden one;
             None: its own.
         positions: [B, tokens] int64 the other way: of each stored token its place in the grid; None: its own.
+        has_gap: Whether a hidden token lies between stored ones.
         plans: By the facts of the layer that asked first.
         chosen: The last indices that were turned into slots, with these and their counts: layers that share
             a choice share all of it.
@@ -57,27 +63,42 @@ class Step:
     tokens: int
     places: Tensor | None
     positions: Tensor | None
+    has_gap: bool = False
     plans: dict[tuple[object, ...], Any] = field(default_factory=dict)
-
     chosen: tuple[Tensor, Tensor, Tensor] | None = None
 
     def slots(self, indices: Tensor, block_size: int) -> tuple[Tensor, Tensor]:
         """Slots [B·q, K] and counts [B·q] of chosen tokens [B, q, K] that their row may see.
 
-        A model chooses among all tokens of its grid; those that are hidden or come later are left out.
+        A model chooses among all tokens of its grid; those that are hidden or come later are left out, and
+        one that it names twice, in a pool and again after the last whole one, counts once.
         """
         if self.chosen is None or self.chosen[0] is not indices:
-            num_seqs, new, count = indices.shape
-            before = self.tokens - new
-            row = torch.arange(before, before + new, device=indices.device)
-            ids = torch.where((indices >= 0) & (indices <= row[:, None]), indices.long(), -1)
-            if self.places is not None:
-                places = self.places.gather(1, ids.clamp(min=0).view(num_seqs, -1)).view_as(ids)
-                ids = torch.where(ids >= 0, places, -1)
-            indptr = torch.arange(num_seqs + 1, dtype=torch.int32, device=indices.device) * new
-            slots = to_slots(ids.int().view(num_seqs * new, count), self.table, indptr, block_size)
-            self.chosen = (indices, *compacted(slots))
+            ids = indices.flatten(0, 1)
+            slots = torch.empty_like(ids, dtype=torch.int32)
+            counts = torch.empty(len(ids), dtype=torch.int32, device=ids.device)
+            size = max(1, _SLOTS // ids.shape[1])
+            for first in range(0, len(ids), size):
+                rows = slice(first, first + size)
+                slots[rows], counts[rows] = self._slots(ids[rows], first, block_size)
+            self.chosen = indices, slots, counts
         return self.chosen[1:]
+
+    def _slots(self, ids: Tensor, first: int, block_size: int) -> tuple[Tensor, Tensor]:
+        """The same of the chosen tokens [n, K] of some rows of the flattened grid, from `first` on."""
+        (num_seqs, new), device = self.grid, ids.device
+        row = torch.arange(first, first + len(ids), device=device)
+        seen = self.tokens - new + row % new
+        ids = torch.where((ids >= 0) & (ids <= seen[:, None]), ids, -1)
+        if self.places is not None:
+            places = self.places[(row // new)[:, None], ids.clamp(min=0).long()]
+            ids = torch.where(ids >= 0, places, -1)
+        ends = torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * new
+        slots = to_slots(ids.int(), self.table, (ends - first).clamp(0, len(ids)), block_size)
+        if self.has_gap:
+            slots = slots.sort(dim=1).values
+            slots[:, 1:].masked_fill_(slots[:, 1:] == slots[:, :-1], -1)
+        return compacted(slots)
 
     def in_grid(self, stored: Tensor, rows: Tensor | None) -> Tensor:
         """Stored tokens [T, K] int32, of rows [T] of the flattened grid, as a model names them; -1 stays."""
@@ -113,6 +134,7 @@ class Step:
         """The plan of this step's decompressed form for layers like this one."""
         key = ("prefill", *_facts(site, query))
         if key not in self.plans:
+            asked = problems.prefill(site, query.dtype, kv_format, batch.max_q_len)
             self.plans[key] = plan_prefill(
                 batch,
                 num_heads=query.shape[1],
@@ -123,7 +145,7 @@ class Step:
                 q_dtype=query.dtype,
                 kv_format=kv_format,
                 sinks=site.has_sinks,
-                backend=site.settings.backend_of("prefill", kv_format),
+                backend=site.settings.asked(asked),
             )
         plan: PrefillPlan = self.plans[key]
         return plan
@@ -154,12 +176,22 @@ def begun(site: Site, layer: PagedLatentLayer, grid: tuple[int, int], mask: Tens
     pool = layer.pool
     if site.owns_tokens and layer.tokens == pool.tokens:
         try:
-            pool.step = begin(pool, grid, mask)
+            pool.step = begin(site, pool, grid, mask)
         except InvalidInput:
             layer.settle(stored=False)
             raise
     step: Step = pool.step
     return step
+
+
+def write(
+    site: Site, kv_c: Tensor, k_pe: Tensor, store: KVCache, slots: Tensor, *, power_of_two: bool = False
+) -> None:
+    """Put rows [S, L] and [S, R], latents or index keys of this layer, into slots [S] of their pages."""
+    widths = store.kv_lora_rank, store.qk_rope_head_dim
+    asked = problems.write(kv_c.dtype, store.format.name, *widths, store.block_size)
+    backend = site.settings.asked(asked)
+    write_cache(kv_c, k_pe, store, slots, power_of_two=power_of_two, backend=backend)
 
 
 def scratch(site: Site, like: Tensor) -> PagePool:
@@ -168,10 +200,11 @@ def scratch(site: Site, like: Tensor) -> PagePool:
     return PagePool(kv_format=kv_format, block_size=site.settings.block_size, device=like.device)
 
 
-def begin(pool: PagePool, grid: tuple[int, int], mask: Tensor | None) -> Step:
+def begin(site: Site, pool: PagePool, grid: tuple[int, int], mask: Tensor | None) -> Step:
     """Give the tokens of a forward pass their pages, or refuse it with the cache as it was.
 
     Args:
+        site: The layer that asks first.
         pool: Of the cache.
         grid: (B, q), the new tokens.
         mask: What transformers hands on: None (causal), or [B or 1, H or 1, q, kv], bool or additive; or
@@ -181,8 +214,8 @@ def begin(pool: PagePool, grid: tuple[int, int], mask: Tensor | None) -> Step:
         The step.
 
     Raises:
-        InvalidInput: the mask is not causal but for hidden tokens, contradicts earlier steps, or no page
-            is free.
+        InvalidInput: the mask is not causal but for hidden tokens, contradicts earlier steps, or has a gap
+            where we make pools; or no page is free.
     """
     num_seqs, num_tokens = grid
     reasons = Reasons("attention")
@@ -198,9 +231,26 @@ def begin(pool: PagePool, grid: tuple[int, int], mask: Tensor | None) -> Step:
     else:
         kept, blank = _read_mask(reasons, mask, pool, grid)
     reasons.raise_if_any()
+    gap = _gap(pool, kept)
+    got = f"hidden tokens between seen ones in sequence {gap}"
+    needs = "them at either end, as a pool is of tokens in a row; or attach(model, index_format=None)"
+    reasons.need(gap is None or not (site.scores and site.pool_size), "attention_mask", got, needs)
+    reasons.raise_if_any()
     starts = pool.lengths or [0] * num_seqs
     slots = pool.append(kept)
-    return _step(pool, kept, blank, starts, slots)
+    step = _step(pool, kept, blank, starts, slots)
+    step.has_gap = gap is not None
+    return step
+
+
+def _gap(pool: PagePool, kept: Tensor) -> int | None:
+    """A sequence that has a hidden token between stored ones, with the new tokens [B, q], or None."""
+    if pool.kept is None and bool(kept.all()):
+        return None
+    every = torch.cat((pool.kept_so_far(), kept), 1) if pool.tokens else kept
+    runs = (every[:, 1:] & ~every[:, :-1]).sum(1) + every[:, 0]
+    found = (runs > 1).nonzero()
+    return int(found[0]) if found.numel() else None
 
 
 def _step(pool: PagePool, kept: Tensor, blank: Tensor | None, starts: Sequence[int], slots: Tensor) -> Step:
