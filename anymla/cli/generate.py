@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from anymla.integrations.presets import Loaded
+    from anymla.integrations.transformers import Attachment
     from anymla.select import Choice
 
 AFFORDABLE_PARAMETERS = 20_000_000
@@ -54,6 +55,8 @@ class Check:
             finite.
         budget_share: The share of the judge's budget against fp64 that was used; None: a model too large, or
             a cache format that rounds.
+        chosen_steps: The steps, the prompt's included, that attended to chosen keys only; None: a model that
+            has no indexer.
         words: The same as a sentence.
     """
 
@@ -61,11 +64,15 @@ class Check:
     tokens_match: bool
     max_logit_error: float | None
     budget_share: float | None
+    chosen_steps: int | None
     words: str
 
 
 def generate(
-    prompt: Annotated[str, typer.Option(help="What to continue, or to answer.", show_default=False)],
+    prompt: Annotated[
+        str | None,
+        typer.Option(help="What to continue, or to answer. A preset has one of its own.", show_default=False),
+    ] = None,
     model: Annotated[
         Path | None,
         typer.Option(help="Folder of a model: config.json, *.safetensors, tokenizer.", show_default=False),
@@ -97,12 +104,17 @@ def generate(
     reasons = Reasons("generate")
     given = "both" if model and preset else "neither"
     reasons.need(bool(model) != bool(preset), "--model and --preset", given, "one of them")
-    reasons.need(bool(prompt), "--prompt", repr(prompt), "some text")
+    needs = "some text" if model is None else "some text, as a folder has no prompt of its own"
+    got = "nothing" if prompt is None else repr(prompt)
+    reasons.need(bool(prompt) or (prompt is None and model is None), "--prompt", got, needs)
     reasons.need(max_new_tokens >= 1, "--max-new-tokens", max_new_tokens, "at least 1")
     reasons.need(0 <= temperature < float("inf"), "--temperature", temperature, "a finite number, at least 0")
     formats = ("auto", *(known for known in KV_FORMAT_NAMES if not known.startswith("index_k")))
     known = canonical_name(kv_format) in formats
     reasons.need(known, "--kv-format", repr(kv_format), f"one of {', '.join(formats)}")
+    key_formats = ("auto", "own", *(known for known in KV_FORMAT_NAMES if not known.startswith("fp8")))
+    known = canonical_name(index_format) in key_formats
+    reasons.need(known, "--index-format", repr(index_format), f"one of {', '.join(key_formats)}")
     backends = dict.fromkeys(row.name for row in BACKENDS)
     reasons.need(
         backend in ("auto", *backends), "--backend", repr(backend), f"one of auto, {', '.join(backends)}"
@@ -120,6 +132,7 @@ def generate(
         from anymla.integrations.transformers import attach
 
         loaded = model_folder.load(model) if model else presets.load(name, seed=seed)
+        prompt = presets.PROMPT if prompt is None else prompt
         inputs = _encoded(loaded, prompt, max_new_tokens)
         keys = None if index_format == "own" else index_format
         handle = attach(loaded.model, kv_format=kv_format, index_format=keys, backend=backend)
@@ -155,7 +168,8 @@ def generate(
         with _quiet(), console.status("checking against stock transformers"):
             stock = _run(loaded, inputs, max_new_tokens, temperature, seed, None, with_logits=True)
             stored = [handle.settings.kv_format, handle.settings.index_format]
-            found = compared(loaded, inputs["input_ids"], run, stock, [name for name in stored if name])
+            named, steps = [name for name in stored if name], _chosen_steps(handle)
+            found = compared(loaded, inputs["input_ids"], run, stock, named, steps)
         report["check"] = asdict(found)
     if in_json:
         typer.echo(json.dumps(report, indent=2, allow_nan=False))
@@ -165,7 +179,20 @@ def generate(
         raise typer.Exit(1)
 
 
-def compared(loaded: "Loaded", prompt: "Tensor", run: Run, stock: Run, formats: Sequence[str]) -> Check:
+def _chosen_steps(handle: "Attachment") -> int | None:
+    """How many steps attended to chosen keys; None where no layer has an indexer, its own or another's."""
+    choosing = [site for site in handle.sites.values() if site.topk]
+    return handle.settings.calls["sparse"] // len(choosing) if choosing else None
+
+
+def compared(
+    loaded: "Loaded",
+    prompt: "Tensor",
+    run: Run,
+    stock: Run,
+    formats: Sequence[str],
+    chosen_steps: int | None = None,
+) -> Check:
     """Hold a run against that of stock transformers.
 
     Args:
@@ -174,6 +201,7 @@ def compared(loaded: "Loaded", prompt: "Tensor", run: Run, stock: Run, formats: 
         run: What the attached model wrote, with logits.
         stock: What the detached model wrote, with logits.
         formats: Of the attached cache; with one that rounds, it is not held to the budget of fp64.
+        chosen_steps: How many steps of the run attended to chosen keys; None: the model has no indexer.
 
     Returns:
         The comparison.
@@ -198,7 +226,10 @@ def compared(loaded: "Loaded", prompt: "Tensor", run: Run, stock: Run, formats: 
     words += "" if share is None else f", {share:.2g} of the budget against fp64"
     if rounding:
         words += f"; a cache in {' and '.join(rounding)} rounds, one in the model's dtype does not"
-    return Check(passed, match, error, share, words)
+    if chosen_steps is not None:
+        done = "chose among their keys" if chosen_steps else "had more keys than are chosen"
+        words += f"; {chosen_steps or 'none'} of {len(run.tokens)} steps {done}"
+    return Check(passed, match, error, share, chosen_steps, words)
 
 
 def _judged(loaded: "Loaded", prompt: "Tensor", run: Run, stock: Run) -> tuple[float, bool]:

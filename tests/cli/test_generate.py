@@ -12,10 +12,14 @@ import torch
 import transformers
 from typer.testing import CliRunner
 
+from anymla import machine_named
 from anymla.cli import app
 from anymla.cli import generate as module
 from anymla.cli.generate import Run, compared
+from anymla.errors import Reasons
 from anymla.integrations import model_folder, presets
+from anymla.integrations.transformers.options import index_format_named
+from anymla.kv_formats import KV_FORMATS
 
 PRESET = "tiny-deepseek-v3"
 FIELDS = {
@@ -44,9 +48,10 @@ def anymla(*options: object, code: int = 0) -> str:
     return result.stdout or result.stderr
 
 
-def report(*options: object, prompt: str = "hello", code: int = 0) -> dict:
+def report(*options: object, prompt: str | None = "hello", code: int = 0) -> dict:
     """The JSON that the command prints."""
-    return json.loads(anymla("--prompt", prompt, "--json", *options, code=code))
+    asked = () if prompt is None else ("--prompt", prompt)
+    return json.loads(anymla(*asked, "--json", *options, code=code))
 
 
 @pytest.fixture(scope="module")
@@ -89,12 +94,24 @@ class TestRight:
     def test_so_it_is_where_a_token_attends_to_fewer_keys_than_there_are(self, preset: str) -> None:
         if not hasattr(transformers, presets.PRESETS[preset].model_class):
             pytest.skip(f"{preset} is newer than transformers {transformers.__version__}")
-        options = ("--preset", preset, "--max-new-tokens", 24, "--check")
-        found = report(*options, prompt="more tokens than are chosen")
-        assert presets.PRESETS[preset].config["index_topk"] < len("more tokens than are chosen")
+        found = report("--preset", preset, "--max-new-tokens", 24, "--check", prompt=None)
+        assert found["prompt"] == presets.PROMPT
         assert found["check"]["passed"] and found["check"]["tokens_match"]
         assert 0 <= found["check"]["budget_share"] <= 1
+        assert found["check"]["chosen_steps"] == 24
+        assert "; 24 of 24 steps chose among their keys" in found["check"]["words"]
         assert all(f"cpu serves this {op}" in found["why"] for op in ("sparse decode", "index topk"))
+
+    def test_a_check_says_how_many_steps_chose_their_keys(self) -> None:
+        options = ("--preset", "tiny-deepseek-v32", "--check", "--max-new-tokens")
+        # A step of up to 16 tokens attends to all: a prompt of 12, and 4 steps of a token.
+        some = report(*options, 8, prompt="twelve bytes")["check"]
+        assert some["chosen_steps"] == 3 and "; 3 of 8 steps chose among their keys" in some["words"]
+        none = report(*options, 2, prompt="hi")["check"]
+        assert none["chosen_steps"] == 0
+        assert none["words"].endswith("; none of 2 steps had more keys than are chosen")
+        dense = report("--preset", PRESET, "--max-new-tokens", 2, "--check")["check"]
+        assert dense["chosen_steps"] is None and "chose" not in dense["words"]
 
     def test_the_report_has_every_field(self) -> None:
         found = report("--preset", PRESET, "--max-new-tokens", 5, "--check")
@@ -271,7 +288,7 @@ class TestWrongUse:
             ),
             pytest.param(
                 ("--preset", PRESET, "--index-format", "index_k"),
-                ["index_format got 'index_k'; needs None or auto: there is no indexer"],
+                ["index_format got 'index_k'; needs auto: there is no indexer"],
                 id="keys without an indexer",
             ),
             pytest.param(
@@ -289,8 +306,28 @@ class TestWrongUse:
         shown = anymla("--prompt", "hello", *options, code=2)
         assert error in shown
 
+    @pytest.mark.parametrize("index_format", ["foo", "fp8", "None"])
+    def test_a_format_that_index_keys_do_not_have_is_refused_before_anything_is_loaded(
+        self, monkeypatch: pytest.MonkeyPatch, index_format: str
+    ) -> None:
+        monkeypatch.setattr(presets, "load", None)
+        error = report("--preset", "tiny-deepseek-v32", "--index-format", index_format, code=2)["error"]
+        needs = "one of auto, own, bf16, fp16, fp32, index_k, index_k_fnuz"
+        assert error.endswith(f"--index-format got '{index_format}'; needs {needs}")
+
+    def test_every_format_of_index_keys_is_offered_and_no_other(self) -> None:
+        reasons = Reasons("attach")
+        for name in KV_FORMATS:
+            index_format_named(reasons, name, True, torch.float32, machine_named("cpu"))
+            known = report("--preset", "tiny", "--index-format", name, code=2)["error"]
+            assert (f"index_format got '{name}'" in str(reasons.found)) == ("--index-format got" in known)
+
     def test_an_empty_prompt_is_refused(self) -> None:
         assert "--prompt got ''; needs some text" in report("--preset", PRESET, prompt="", code=2)["error"]
+
+    def test_a_folder_needs_a_prompt(self, saved: Path) -> None:
+        error = report("--model", saved, prompt=None, code=2)["error"]
+        assert error.endswith("--prompt got nothing; needs some text, as a folder has no prompt of its own")
 
     def test_a_missing_demo_package_names_the_pip_command(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(presets, "find_spec", lambda name: None)

@@ -62,6 +62,11 @@ def test_the_byte_tokenizer_pads_on_the_left_with_ids_that_every_preset_knows():
     assert all(row.config["vocab_size"] > presets.EOS for row in presets.PRESETS.values())
 
 
+def test_the_prompt_of_presets_is_longer_than_any_choice_of_keys():
+    chosen = [row.config["index_topk"] for row in presets.PRESETS.values() if row.sparse]
+    assert 0 < max(chosen) < len(presets.byte_tokenizer()(presets.PROMPT)["input_ids"])
+
+
 def test_an_unknown_name_is_refused_with_the_names_that_exist():
     with pytest.raises(InvalidInput, match="name got 'tiny-gpt'; needs one of smollm2, tiny-deepseek-v2"):
         presets.load("tiny-gpt")
