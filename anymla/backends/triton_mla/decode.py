@@ -1,7 +1,7 @@
 """Dense and sparse decode: which tiles, how the line is cut, the workspace, and the launches."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 
 import torch
@@ -26,9 +26,32 @@ LEAST_BLOCKS = 4
 """A stretch is not cut shorter: the pieces would cost more than the keys."""
 INVARIANT_KEYS = 4096
 """Keys of one piece of a batch-invariant row."""
+PIECES_BYTES = 256 << 20
+"""Pieces of batch-invariant rows that exist at a time, unless one sequence may have more."""
 TILE = 128
 """Latent values that share a scale in a tiled row."""
 _CHUNK = 32
+
+
+@dataclass
+class Group:
+    """Sequences with a line of their own: one group has all of them, unless their pieces would be too many.
+
+    Attributes:
+        seqs: Which; of a sparse decode, which query tokens.
+        line, stretches: See `schedule`.
+        batch: These sequences in the step; None for a sparse decode.
+    """
+
+    seqs: slice
+    line: Tensor
+    stretches: Tensor
+    batch: Batch | None = None
+
+    @property
+    def num_seqs(self) -> int:
+        """How many."""
+        return int(self.seqs.stop - self.seqs.start)
 
 
 @dataclass
@@ -38,7 +61,8 @@ class State:
     Attributes:
         launch: Tile sizes and warps.
         pieces: Items of a tile on the line, more than one where the split must depend on the row alone.
-        line, stretches, joins: See `schedule`.
+        groups: What is scheduled and launched one after another, in the same workspace.
+        joins: See `schedule`.
         part_out: [slots, block_m, L_PADDED] fp32, pieces of rows.
         part_lse: [slots, block_m] fp32, natural log.
     """
@@ -46,19 +70,16 @@ class State:
     problem: Problem
     launch: Launch
     arch: str
-    num_seqs: int
     num_tokens: int
     tiles_a_seq: int
     chunks: int
     pieces: int
     num_stretches: int
     causal: bool
-    line: Tensor
-    stretches: Tensor
+    groups: tuple[Group, ...]
     joins: Tensor
     part_out: Tensor
     part_lse: Tensor
-    batch: Batch | None = None
 
 
 def plan_decode(batch: Batch, problem: Problem, machine: Machine, knobs: Mapping[str, int]) -> State:
@@ -71,9 +92,10 @@ def plan_decode(batch: Batch, problem: Problem, machine: Machine, knobs: Mapping
 
 
 def update_decode(state: State, batch: Batch) -> None:
-    """Cut the line anew for another step, into the same buffers."""
-    state.batch = batch
-    _schedule(state, batch.seq_lens, batch.qo_indptr)
+    """Cut the lines anew for another step, into the same buffers."""
+    for group in state.groups:
+        group.batch = batch if len(state.groups) == 1 else _part(batch, group.seqs)
+        _schedule(state, group)
 
 
 def plan_sparse_decode(
@@ -81,66 +103,92 @@ def plan_sparse_decode(
 ) -> State:
     """Plan a sparse decode; each query token is a sequence of its own."""
     state = _plan(problem, machine, device, num_tokens, num_tokens, problem.topk)
-    _schedule(state, None, None)
+    for group in state.groups:
+        _schedule(state, group)
     return state
 
 
 def decode(args: DecodeArgs, state: State) -> None:
     """Fill args.out and args.lse."""
-    assert state.batch is not None
-    _attend(args, state, state.batch, None, None)
+    for group in state.groups:
+        _attend(args, state, group, None, None)
 
 
 def sparse_decode(args: SparseArgs, state: State) -> None:
     """Fill args.out and args.lse."""
-    _attend(args, state, None, args.indices, args.counts)
+    for group in state.groups:
+        part = args if len(state.groups) == 1 else _rows(args, group.seqs)
+        _attend(part, state, group, part.indices, part.counts)
 
 
-def workspace_bytes(problem: Problem, machine: Machine, num_seqs: int, max_seq_len: int) -> int:
-    """The most bytes that any step within these bounds takes beside its outputs.
+def decode_workspace_bytes(problem: Problem, machine: Machine, num_seqs: int, max_seq_len: int) -> int:
+    """The most bytes that a plan within these bounds holds, dense or sparse.
 
-    The pieces are at most two a stretch, whatever the batch: no product of batch and splits.
+    No pieces are a product of batch and splits: there are two a stretch, whatever the batch. Batch-invariant
+    ones take PIECES_BYTES, or as much as one sequence needs, and 4 bytes each in the lines.
+
+    Args:
+        problem: Facts of the call.
+        machine: The chip.
+        num_seqs: B, or the query tokens of a sparse decode.
+        max_seq_len: Keys of the longest sequence, or the topk of a sparse decode.
+
+    Returns:
+        Bytes: pieces of rows, lines, stretches and joins.
     """
-    shape = _shape(problem, machine, num_seqs, max_seq_len)
-    rows, width = shape.slots * shape.launch.block_m, shape.width
-    schedule: int = shape.num_items + 1 + 3 * (shape.num_stretches + 1) + JOIN.value * shape.num_stretches
-    return 4 * (rows * (width + 1) + schedule)
+    shape = _Shape.of(problem, machine, num_seqs, max_seq_len)
+    pieces = shape.slots * shape.launch.block_m * (shape.width + 1)
+    lines = num_seqs * shape.items_a_seq + shape.num_groups
+    cuts = shape.num_groups * 3 * (shape.num_stretches + 1)
+    return 4 * (pieces + lines + cuts + int(JOIN.value) * shape.num_stretches)
 
 
 @dataclass(frozen=True)
 class _Shape:
+    """What follows from the bounds of a step: tiles, how they are cut, and how many sequences at a time."""
+
     launch: Launch
     tiles_a_seq: int
     pieces: int
-    num_items: int
     num_stretches: int
+    group: int
+    num_groups: int
     slots: int
     chunk: int
     width: int
 
+    @property
+    def items_a_seq(self) -> int:
+        return self.tiles_a_seq * self.pieces
 
-def _shape(problem: Problem, machine: Machine, num_seqs: int, max_seq_len: int) -> _Shape:
-    rows = problem.num_heads * problem.q_len
-    launch = _launch_for(problem, machine, problem.num_heads if _invariant(problem) else rows)
-    tiles_a_seq = -(-rows // launch.block_m)
-    # A tiled row has one scale for each chunk, so its chunks are as wide as its tiles.
-    chunk = min(launch.chunk, TILE) if problem.kv_format.startswith("fp8_ds_mla") else launch.chunk
-    width = padded(problem.kv_lora_rank, chunk)
-    units = machine.multiprocessors or 1
-    stretches = units * launch.programs_a_unit
-    pieces = max(1, -(-max_seq_len // INVARIANT_KEYS)) if _invariant(problem) else 1
-    items = num_seqs * tiles_a_seq * pieces
-    return _Shape(
-        launch,
-        tiles_a_seq,
-        pieces,
-        items,
-        num_stretches=stretches,
+    @classmethod
+    def of(cls, problem: Problem, machine: Machine, num_seqs: int, max_seq_len: int) -> "_Shape":
+        rows = problem.num_heads * problem.q_len
+        invariant = _invariant(problem)
+        launch = _launch_for(problem, machine, problem.num_heads if invariant else rows)
+        tiles_a_seq = -(-rows // launch.block_m)
+        # A tiled row has one scale for each chunk, so its chunks are as wide as its tiles.
+        chunk = min(launch.chunk, TILE) if problem.kv_format.startswith("fp8_ds_mla") else launch.chunk
+        width = padded(problem.kv_lora_rank, chunk)
+        stretches = (machine.multiprocessors or 1) * launch.programs_a_unit
+        pieces = max(1, -(-max_seq_len // INVARIANT_KEYS)) if invariant else 1
         # A stretch begins and ends inside a tile once each, at most; an uncut tile needs no slot.
-        slots=2 * stretches if not _invariant(problem) else items if pieces > 1 else 1,
-        chunk=min(chunk, width) if width % chunk == 0 else width,
-        width=width,
-    )
+        group, slots = max(num_seqs, 1), 1 if invariant else 2 * stretches
+        if pieces > 1:
+            items = tiles_a_seq * pieces
+            slots = min(group * items, max(items, PIECES_BYTES // (4 * launch.block_m * width)))
+            group = slots // items
+        return cls(
+            launch,
+            tiles_a_seq,
+            pieces,
+            stretches,
+            group,
+            num_groups=max(1, -(-num_seqs // group)),
+            slots=slots,
+            chunk=min(chunk, width) if width % chunk == 0 else width,
+            width=width,
+        )
 
 
 def _launch_for(problem: Problem, machine: Machine, rows: int) -> Launch:
@@ -160,41 +208,69 @@ def _launch_for(problem: Problem, machine: Machine, rows: int) -> Launch:
 def _plan(
     problem: Problem, machine: Machine, device: torch.device, num_seqs: int, num_tokens: int, max_seq_len: int
 ) -> State:
-    shape = _shape(problem, machine, num_seqs, max_seq_len)
-    launch, width = shape.launch, shape.width
+    shape = _Shape.of(problem, machine, num_seqs, max_seq_len)
+    launch, stretches = shape.launch, shape.num_stretches
 
     def new(*size: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(size, dtype=dtype, device=device)
+
+    def group(first: int) -> Group:
+        seqs = slice(first, min(first + shape.group, num_seqs))
+        items = (seqs.stop - first) * shape.items_a_seq
+        return Group(seqs, new(items + 1, dtype=torch.int32), new(stretches + 1, 3, dtype=torch.int32))
 
     return State(
         problem=problem,
         launch=launch,
         arch=machine.arch,
-        num_seqs=num_seqs,
         num_tokens=num_tokens,
         tiles_a_seq=shape.tiles_a_seq,
         chunks=shape.width // shape.chunk,
         pieces=shape.pieces,
-        num_stretches=shape.num_stretches,
+        num_stretches=stretches,
         causal=True,
-        line=new(shape.num_items + 1, dtype=torch.int32),
-        stretches=new(shape.num_stretches + 1, 3, dtype=torch.int32),
-        joins=new(shape.num_stretches, JOIN.value, dtype=torch.int32),
-        part_out=new(shape.slots, launch.block_m, width, dtype=torch.float32),
+        groups=tuple(group(number * shape.group) for number in range(shape.num_groups)),
+        joins=new(stretches, JOIN.value, dtype=torch.int32),
+        part_out=new(shape.slots, launch.block_m, shape.width, dtype=torch.float32),
         part_lse=new(shape.slots, launch.block_m, dtype=torch.float32),
     )
 
 
-def _schedule(state: State, seq_lens: Tensor | None, qo_indptr: Tensor | None) -> None:
-    launch = state.launch
+def _part(batch: Batch, seqs: slice) -> Batch:
+    """Some sequences of a step; their query tokens stay where they are among all."""
+    return replace(
+        batch,
+        block_table=batch.block_table[seqs],
+        seq_lens=batch.seq_lens[seqs],
+        qo_indptr=batch.qo_indptr[seqs.start : seqs.stop + 1],
+        seq_lens_host=None,
+        qo_indptr_host=None,
+    )
+
+
+def _rows(args: SparseArgs, tokens: slice) -> SparseArgs:
+    """Some query tokens of a sparse call."""
+    return replace(
+        args,
+        ql_nope=args.ql_nope[tokens],
+        q_pe=args.q_pe[tokens],
+        indices=args.indices[tokens],
+        counts=None if args.counts is None else args.counts[tokens],
+        out=args.out[tokens],
+        lse=None if args.lse is None else args.lse[tokens],
+    )
+
+
+def _schedule(state: State, group: Group) -> None:
+    launch, batch = state.launch, group.batch
     schedule_kernel[(1,)](
-        seq_lens,
-        qo_indptr,
-        state.line,
-        state.stretches,
+        None if batch is None else batch.seq_lens,
+        None if batch is None else batch.qo_indptr,
+        group.line,
+        group.stretches,
         state.joins,
-        state.line.shape[0] - 1,
-        state.num_seqs,
+        group.line.shape[0] - 1,
+        group.num_seqs,
         state.problem.num_heads,
         state.problem.topk,
         state.num_stretches,
@@ -205,7 +281,7 @@ def _schedule(state: State, seq_lens: Tensor | None, qo_indptr: Tensor | None) -
         BLOCK_M=launch.block_m,
         BLOCK_N=launch.block_n,
         CAUSAL=state.causal,
-        SPARSE=seq_lens is None,
+        SPARSE=batch is None,
         CHUNK=_CHUNK,
         STRETCHES_POW2=triton.next_power_of_2(state.num_stretches + 1),
         num_warps=8,
@@ -213,12 +289,9 @@ def _schedule(state: State, seq_lens: Tensor | None, qo_indptr: Tensor | None) -
 
 
 def _attend(
-    args: DecodeArgs | SparseArgs,
-    state: State,
-    batch: Batch | None,
-    indices: Tensor | None,
-    counts: Tensor | None,
+    args: DecodeArgs | SparseArgs, state: State, group: Group, indices: Tensor | None, counts: Tensor | None
 ) -> None:
+    batch = group.batch
     problem, launch, joining = state.problem, state.launch, launch_rows("combine", state.arch)[0]
     sparse = indices is not None
     data, form = elements(args.cache, state.arch)
@@ -284,11 +357,12 @@ def _attend(
         args.lse,
         state.part_out,
         state.part_lse,
-        state.line,
-        state.stretches,
+        group.line,
+        group.stretches,
         args.sm_scale * LOG2_E,
-        state.num_tokens,
-        state.num_seqs,
+        # Rows of no sequence are of the last group.
+        state.num_tokens if group is state.groups[-1] else 0,
+        group.num_seqs,
         problem.num_heads,
         0 if indices is None else indices.shape[1],
         *args.ql_nope.stride(),
@@ -302,7 +376,7 @@ def _attend(
         **own,
         num_warps=launch.num_warps,
     )
-    tiles = state.num_seqs * state.tiles_a_seq
+    tiles = group.num_seqs * state.tiles_a_seq
     if not _invariant(problem):
         # Each has a cut.
         joins = min(tiles, state.num_stretches - 1)
@@ -319,13 +393,13 @@ def _attend(
         combine_kernel[(joins * launch.block_m, columns // width)](
             state.part_out,
             state.part_lse,
-            state.line,
+            group.line,
             state.joins,
             indptr,
             args.sinks,
             args.out,
             args.lse,
-            state.num_seqs,
+            group.num_seqs,
             problem.num_heads,
             *out_strides,
             L_PADDED=columns,
