@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from anymla.planned import DecodePlan, IndexPlan, PrefillPlan, SparsePlan
     from anymla.plans import plan_decode, plan_index_topk, plan_prefill, plan_sparse_decode
     from anymla.problem import Feature, Problem
+    from anymla.workspace import workspace_bytes
 
 __version__ = "0.1.0.dev0"
 
@@ -32,6 +33,7 @@ _HOMES = {
     "anymla.planned": ("DecodePlan", "IndexPlan", "PrefillPlan", "SparsePlan"),
     "anymla.plans": ("plan_decode", "plan_index_topk", "plan_prefill", "plan_sparse_decode"),
     "anymla.problem": ("Feature", "Problem"),
+    "anymla.workspace": ("workspace_bytes",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -76,6 +78,7 @@ __all__ = [
     "split_kv_b",
     "this_machine",
     "to_slots",
+    "workspace_bytes",
     "write_cache",
 ]
 

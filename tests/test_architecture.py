@@ -15,7 +15,8 @@ WORDS = {"errors", "rules", "problem", "models"}
 CONTRACT = {"kv_formats", "kv_cache", "contract"}
 MATHS = {"latent", "merge", "heads", "indices"}
 CHOICE = {"backends", "select"}
-LIBRARY = WORDS | CONTRACT | MATHS | CHOICE | {"hardware", "planned", "plans", "api", "ops", "distributed"}
+FRONT = {"planned", "plans", "workspace", "api", "ops", "distributed"}
+LIBRARY = WORDS | CONTRACT | MATHS | CHOICE | FRONT | {"hardware"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -39,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backends.*": {"errors", "problem", "hardware"} | CONTRACT | MATHS,
     "planned": WORDS | CONTRACT | {"select"},
     "plans": WORDS | CONTRACT | {"select", "hardware", "planned"},
+    "workspace": WORDS | CONTRACT | {"select", "hardware", "planned"},
     "api": WORDS | CONTRACT | {"select", "hardware", "planned", "plans"},
     "ops": {"api", "contract"},
     "distributed": WORDS | CONTRACT | MATHS | {"planned", "plans", "api"},

@@ -7,7 +7,6 @@ from anymla.backends.triton_mla.decode import (
     plan_sparse_decode,
     sparse_decode,
     update_decode,
-    workspace_bytes,
 )
 from anymla.backends.triton_mla.index_topk import (
     index_choice,
@@ -18,6 +17,7 @@ from anymla.backends.triton_mla.index_topk import (
     update_index_topk,
 )
 from anymla.backends.triton_mla.prefill import plan_prefill, prefill, prefill_workspace_bytes
+from anymla.backends.triton_mla.workspace import workspace_bytes
 
 __all__ = [
     "decode",
