@@ -47,7 +47,8 @@ def decode(
         block_table: [B, max_blocks] int32. Pages past seq_lens are never read.
         seq_lens: [B] int32 tokens. Includes the tokens of this call.
         sm_scale: Multiplies q·k. Use `Model.sm_scale`; the absorbed width is not the scale's width.
-        qo_indptr: [B + 1] int32. None: one token a sequence.
+        qo_indptr: [B + 1] int32. Tokens from qo_indptr[-1] on belong to no sequence. None: one token a
+            sequence, T = B.
         max_q_len: The most query tokens of any one sequence. None: as qo_indptr says, or T where that is on a
             device, which is as right, but may be planned for more rows than there are.
         causal: Row t of q_len sees the first seq_len - q_len + 1 + t keys; False: all of them.
@@ -75,10 +76,12 @@ def decode(
     Source: DeepSeek-V2, arXiv 2405.04434, section 2.1. `reference.decode` is the definition.
     """
     reasons = Reasons("decode")
+    contract.check_flags(reasons, return_lse=return_lse)
     cache = _cache_of(reasons, ql_nope, q_pe, kv_cache, kv_format, k_scale, check)
     batch = None
     if cache is not None:
         contract.check_queries(reasons, ql_nope, q_pe, cache, sm_scale, sinks, None, None, q_scale, check)
+        _all_have_sequences(reasons, qo_indptr, seq_lens, ql_nope.shape[0])
         batch = contract.check_batch(
             reasons,
             block_table=block_table,
@@ -161,6 +164,7 @@ def sparse_decode(
     Source: DeepSeek-V3.2, arXiv 2512.02556, section 2. `reference.sparse_decode` is the definition.
     """
     reasons = Reasons("sparse_decode")
+    contract.check_flags(reasons, return_lse=return_lse, check=check)
     cache = _cache_of(reasons, ql_nope, q_pe, kv_cache, kv_format, k_scale, check)
     if cache is not None and contract.check_queries(
         reasons, ql_nope, q_pe, cache, sm_scale, sinks, None, None, q_scale, check
@@ -340,6 +344,7 @@ def write_cache(
         NoBackend: nothing, or not the named backend, takes this call; the message gives every reason.
     """
     reasons = Reasons("write_cache")
+    contract.check_flags(reasons, power_of_two=power_of_two, check=check)
     cache = None
     if contract.check_tensor(
         reasons, "kv_c", kv_c, (None, None), contract.Q_DTYPES
@@ -386,7 +391,8 @@ def index_topk(
         block_table: [B, max_blocks] int32. Pages past seq_lens are never read.
         seq_lens: [B] int32 tokens. Includes the tokens of this call.
         topk: K.
-        qo_indptr: [B + 1] int32. None: one token a sequence.
+        qo_indptr: [B + 1] int32. Tokens from qo_indptr[-1] on belong to no sequence. None: one token a
+            sequence, T = B.
         max_q_len: The most query tokens of any one sequence. None: as qo_indptr says, or T where that is on a
             device, which is as right, but may be planned for more rows than there are.
         as_slots: Return slots of the pages, page * block_size + offset, as `sparse_decode` takes them over a
@@ -408,12 +414,13 @@ def index_topk(
     Source: DeepSeek-V3.2, arXiv 2512.02556, section 2. `reference.index_topk` is the definition.
     """
     reasons = Reasons("index_topk")
-    reasons.need(isinstance(topk, int) and topk > 0, "topk", topk, "at least 1")
+    topk = contract.check_count(reasons, "topk", topk)
     cache = batch = None
     if contract.check_tensor(reasons, "q", q, (None, None, None), contract.INDEX_Q_DTYPES):
         cache = planned.opened(reasons, index_cache, q.shape[-1], 0, kv_format, None, check)
     if cache is not None:
         contract.check_index_queries(reasons, q, weights, cache, None, None)
+        _all_have_sequences(reasons, qo_indptr, seq_lens, q.shape[0])
         batch = contract.check_batch(
             reasons,
             block_table=block_table,
@@ -442,8 +449,18 @@ def explain(problem: Problem, machine: Machine | None = None) -> tuple[select.Ve
 
     Returns:
         One verdict a backend, in order of preference, each with all of its reasons.
+
+    Raises:
+        InvalidInput: the problem has an unknown name or a count that cannot be, or the machine is none.
     """
-    return select.explain(problem, machine or plans.machine_of(torch.device("cpu")))
+    reasons = Reasons("explain")
+    reasons.need(
+        isinstance(problem, Problem), "problem", repr(problem), "a Problem, such as Model.problem(op)"
+    )
+    machine = plans.machine_on(reasons, torch.device("cpu"), machine)
+    reasons.raise_if_any()
+    select.check(problem)
+    return select.explain(problem, machine)
 
 
 def _cache_of(
@@ -462,9 +479,20 @@ def _cache_of(
     return planned.opened(reasons, kv_cache, ql_nope.shape[-1], q_pe.shape[-1], kv_format, k_scale, check)
 
 
+def _all_have_sequences(
+    reasons: Reasons, qo_indptr: Tensor | None, seq_lens: Tensor, num_tokens: int
+) -> None:
+    """Note tokens past one a sequence: only offsets tell padding from offsets that were forgotten."""
+    if qo_indptr is None and isinstance(seq_lens, Tensor) and seq_lens.dim() == 1:
+        num_seqs = seq_lens.shape[0]
+        needs = f"[{num_seqs + 1}] int32: {num_tokens} query tokens are more than {num_seqs}, one a sequence"
+        reasons.need(num_tokens <= num_seqs, "qo_indptr", None, needs)
+
+
 def _bound(given: int | None, qo_indptr: Tensor | None, tokens: int) -> int | None:
     """The bound that a batch is told: what is known of a device without asking it."""
-    return given if given is not None or contract.on_host(qo_indptr) else tokens
+    asks = isinstance(qo_indptr, Tensor) and not contract.on_host(qo_indptr)
+    return tokens if given is None and asks else given
 
 
 def _facts(op: str, like: Tensor, cache: KVCache, *, num_heads: int) -> Problem:

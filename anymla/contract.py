@@ -5,10 +5,11 @@ V = v_head_dim, S new tokens of latent, K indices a query token.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from anymla.errors import Reasons
 from anymla.kv_cache import KVCache
-from anymla.problem import canonical_name
+from anymla.problem import canonical_name, count_of
 
 Q_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of latents, and of queries without a scale."""
@@ -268,15 +269,42 @@ def check_tensor(
         right &= reasons.need(
             tensor.device == device, name, f"device {tensor.device}", f"{device}, that of the queries"
         )
+    right &= reasons.need(tensor.layout == torch.strided, name, f"layout {tensor.layout}", "torch.strided")
     if right and packed:
         right = reasons.need(tensor.is_contiguous(), name, f"stride {tensor.stride(0)}", "contiguous memory")
     return right
 
 
+def check_count(reasons: Reasons, name: str, value: object, least: int = 1) -> int:
+    """The int that `value` is, noting one that is no integer or too small; `least` in place of such a one."""
+    count = count_of(value)
+    if count is None:
+        reasons.need(False, name, shown(value), f"an integer, at least {least}")
+        return least
+    return count if reasons.need(count >= least, name, count, f"at least {least}") else least
+
+
+def check_flags(reasons: Reasons, **flags: object) -> None:
+    """Note what is neither True nor False; a tensor might have to be read back to know which it means."""
+    for name, value in flags.items():
+        reasons.need(isinstance(value, bool), name, shown(value), "True or False")
+
+
+def check_offsets(reasons: Reasons, offsets: Sequence[int], num_tokens: int | None = None) -> None:
+    """Note offsets of query tokens that do not start at 0, that decrease, or that end past the tokens."""
+    reasons.need(offsets[0] == 0, "qo_indptr", f"first value {offsets[0]}", "0")
+    worst = min(range(1, len(offsets)), key=lambda i: offsets[i] - offsets[i - 1], default=0)
+    shrinks = f"{offsets[worst]} after {offsets[worst - 1]} at {worst}"
+    grows = offsets[worst] >= offsets[max(worst - 1, 0)]
+    reasons.need(grows, "qo_indptr", shrinks, "values that do not decrease")
+    last, most = f"last value {offsets[-1]}", f"at most {num_tokens}, the query tokens"
+    reasons.need(num_tokens is None or offsets[-1] <= num_tokens, "qo_indptr", last, most)
+
+
 def check_scale(reasons: Reasons, sm_scale: object) -> None:
     """Note a softmax scale that is not a positive finite number."""
-    good = isinstance(sm_scale, int | float) and math.isfinite(sm_scale) and sm_scale > 0
-    reasons.need(good, "sm_scale", sm_scale, "a positive finite number, such as Model.sm_scale")
+    good = isinstance(sm_scale, Real) and not isinstance(sm_scale, bool) and 0 < float(sm_scale) < math.inf
+    reasons.need(good, "sm_scale", shown(sm_scale), "a positive finite number, such as Model.sm_scale")
 
 
 def check_sinks(reasons: Reasons, sinks: Tensor | None, num_heads: int, device: torch.device) -> None:
@@ -284,20 +312,6 @@ def check_sinks(reasons: Reasons, sinks: Tensor | None, num_heads: int, device: 
     if sinks is not None:
         like = (num_heads,), (torch.float32,), device, "H from the queries"
         check_tensor(reasons, "sinks", sinks, *like, packed=True)
-
-
-def check_output(
-    reasons: Reasons,
-    name: str,
-    tensor: Tensor,
-    shape: Sequence[int],
-    dtypes: Sequence[torch.dtype],
-    device: torch.device,
-) -> None:
-    """Note an output tensor that cannot be written in place."""
-    if check_tensor(reasons, name, tensor, shape, dtypes, device, "from the queries"):
-        own = all(n <= 1 or s > 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        reasons.need(own, name, f"strides {tensor.stride()}", "memory of its own for every element")
 
 
 def check_batch(
@@ -319,8 +333,14 @@ def check_batch(
 ) -> Batch | None:
     """The batch, or None and every reason; the arguments are those of `Batch.of`."""
     before = len(reasons.found)
-    good = isinstance(block_size, int) and block_size > 0
-    if not reasons.need(good, "block_size", block_size, "at least 1"):
+    block_size = check_count(reasons, "block_size", block_size)
+    bounds = num_blocks, num_tokens, max_q_len, max_seq_len
+    names = "num_blocks", "num_tokens", "max_q_len", "max_seq_len"
+    num_blocks, num_tokens, max_q_len, max_seq_len = (
+        None if n is None else check_count(reasons, name, n, 0) for name, n in zip(names, bounds, strict=True)
+    )
+    check_flags(reasons, causal=causal, new_tokens_are_cached=new_tokens_are_cached, check=check)
+    if len(reasons.found) > before:
         return None
     if not check_tensor(reasons, "seq_lens", seq_lens, (None,), (torch.int32,), packed=True):
         return None
@@ -334,6 +354,7 @@ def check_batch(
         here = f"{device}, that of seq_lens"
         reasons.need(block_table.device == device, "block_table", f"device {block_table.device}", here)
     if qo_indptr is None:
+        reasons.need(qo_indptr_host is None, "qo_indptr", None, "a tensor: qo_indptr_host is given")
         qo_indptr_host = range(num_seqs + 1)
         qo_indptr = _one_each(num_seqs, device)
     else:
@@ -343,8 +364,8 @@ def check_batch(
     if not table_fits:
         return None
 
-    lens = _host_values(seq_lens, seq_lens_host, check)
-    indptr = _host_values(qo_indptr, qo_indptr_host, check)
+    lens = _host_values(reasons, "seq_lens_host", seq_lens, seq_lens_host, check)
+    indptr = _host_values(reasons, "qo_indptr_host", qo_indptr, qo_indptr_host, check)
     for name, values, size in (("seq_lens_host", lens, num_seqs), ("qo_indptr_host", indptr, num_seqs + 1)):
         if values is not None and not reasons.need(
             len(values) == size, name, f"{len(values)} values", f"{size}"
@@ -353,28 +374,16 @@ def check_batch(
 
     capacity = block_table.shape[1] * block_size
     if indptr is not None:
+        check_offsets(reasons, indptr, num_tokens)
         q_lens = [b - a for a, b in pairwise(indptr)]
-        reasons.need(indptr[0] == 0, "qo_indptr", f"first value {indptr[0]}", "0")
-        worst = min(range(len(q_lens)), key=lambda i: q_lens[i], default=None)
-        if worst is not None:
-            shrinks = f"{indptr[worst + 1]} after {indptr[worst]} at {worst + 1}"
-            reasons.need(q_lens[worst] >= 0, "qo_indptr", shrinks, "values that do not decrease")
         longest_q = max(q_lens, default=0)
         num_tokens = indptr[-1] if num_tokens is None else num_tokens
         max_q_len = longest_q if max_q_len is None else max_q_len
-        last, most = f"last value {indptr[-1]}", f"at most {num_tokens}, the query tokens"
-        reasons.need(indptr[-1] <= num_tokens, "qo_indptr", last, most)
         reasons.need(longest_q <= max_q_len, "max_q_len", max_q_len, f"at least {longest_q}, from qo_indptr")
     else:
-        reasons.need(
-            num_tokens is not None,
-            "num_tokens",
-            None,
-            "a number, or qo_indptr_host: qo_indptr is on a device",
-        )
-        reasons.need(
-            max_q_len is not None, "max_q_len", None, "a number, or qo_indptr_host: qo_indptr is on a device"
-        )
+        needs = "a number, or qo_indptr_host: qo_indptr is on a device"
+        for name, bound in (("num_tokens", num_tokens), ("max_q_len", max_q_len)):
+            reasons.need(bound is not None, name, None, needs)
     if lens is not None and indptr is not None:
         news = [0] * num_seqs if new_tokens_are_cached else q_lens
         wrong = next((i for i, n in enumerate(lens) if not news[i] <= n <= capacity + news[i]), None)
@@ -464,9 +473,8 @@ def check_index_queries(
     reasons.need(heads > 0, "num_heads", heads, "at least 1")
     origin = "T, H from q"
     right = check_tensor(reasons, "weights", weights, (tokens, heads), (torch.float32,), q.device, origin)
-    reasons.need(
-        cache.device == q.device, "index_cache", f"device {cache.device}", f"{q.device}, that of the queries"
-    )
+    here = f"{q.device}, that of the queries"
+    reasons.need(cache.device == q.device, "index_cache", f"device {cache.device}", here)
     return right
 
 
@@ -494,9 +502,8 @@ def check_indices(
     reasons.need(high < slots, "indices", high, f"less than {slots}, the slots of the cache")
     if counts is not None:
         low, high = (int(x) for x in torch.aminmax(counts))
-        reasons.need(
-            low >= 0 and high <= indices.shape[1], "counts", f"{low} to {high}", f"0 to {indices.shape[1]}"
-        )
+        most = indices.shape[1]
+        reasons.need(low >= 0 and high <= most, "counts", f"{low} to {high}", f"0 to {most}")
 
 
 def check_slots(reasons: Reasons, slot_mapping: Tensor, cache: KVCache, num_tokens: int, check: bool) -> None:
@@ -511,31 +518,8 @@ def check_slots(reasons: Reasons, slot_mapping: Tensor, cache: KVCache, num_toke
     reasons.need(low >= -1, "slot_mapping", low, "-1 (skip) or a slot")
     reasons.need(high < slots, "slot_mapping", high, f"less than {slots}, the slots of the cache")
     written = slot_mapping[slot_mapping >= 0]
-    unique = torch.unique(written).numel()
-    reasons.need(
-        unique == written.numel(), "slot_mapping", f"{written.numel() - unique} slots twice", "each slot once"
-    )
-
-
-def within(batch: Batch, planned: Batch) -> Batch:
-    """`batch` with the bounds of the plan it updates, or InvalidInput if it leaves them."""
-    reasons = Reasons("plan.update")
-    reasons.need(
-        batch.num_seqs == planned.num_seqs,
-        "seq_lens",
-        f"{batch.num_seqs} sequences",
-        f"{planned.num_seqs}, as planned",
-    )
-    for name in ("num_tokens", "max_q_len", "max_seq_len"):
-        got, bound = getattr(batch, name), getattr(planned, name)
-        reasons.need(got <= bound, name, got, f"at most {bound}, as planned")
-    for name in ("causal", "block_size"):
-        got, bound = getattr(batch, name), getattr(planned, name)
-        reasons.need(got == bound, name, got, f"{bound}, as planned")
-    reasons.raise_if_any()
-    return replace(
-        batch, num_tokens=planned.num_tokens, max_q_len=planned.max_q_len, max_seq_len=planned.max_seq_len
-    )
+    twice = written.numel() - torch.unique(written).numel()
+    reasons.need(twice == 0, "slot_mapping", f"{twice} slots twice", "each slot once")
 
 
 def _check_pages(
@@ -586,10 +570,25 @@ def _kept_one_each(num_seqs: int, device: torch.device) -> Tensor:
     return torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
 
 
-def _host_values(tensor: Tensor, given: Sequence[int] | None, check: bool) -> tuple[int, ...] | None:
-    if given is not None:
-        return tuple(int(v) for v in given)
-    return tuple(tensor.tolist()) if on_host(tensor) or (check and tensor.device.type != "meta") else None
+def _host_values(
+    reasons: Reasons, name: str, tensor: Tensor, given: Sequence[int] | None, check: bool
+) -> tuple[int, ...] | None:
+    """The integers that the host knows; None where it knows none, or was given something else."""
+    if given is None:
+        return tuple(tensor.tolist()) if on_host(tensor) or (check and tensor.device.type != "meta") else None
+    values: object = given
+    if isinstance(given, Tensor) and on_host(given) and given.layout == torch.strided:
+        values = given.tolist()
+    # Of a tensor on a device not even a value may be asked for.
+    each = values if isinstance(values, Iterable) and not isinstance(values, Tensor) else [None]
+    counts = [count_of(value) for value in each]
+    reasons.need(None not in counts, name, shown(given), "integers that the host knows, or None")
+    return None if None in counts else tuple(v for v in counts if v is not None)
+
+
+def shown(value: object) -> str:
+    """A value as a refusal prints it; of a tensor, whose values may be on a device, only where it is."""
+    return f"a tensor on {value.device}" if isinstance(value, Tensor) else repr(value)
 
 
 def _word(dtype: torch.dtype) -> str:

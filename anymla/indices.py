@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from anymla import fp8
-from anymla.contract import Q_DTYPES, check_tensor, on_host
+from anymla.contract import Q_DTYPES, check_count, check_flags, check_offsets, check_tensor, on_host
 from anymla.errors import Reasons
 from anymla.kv_formats import row_named
 
@@ -31,15 +31,19 @@ def quantise_queries(
         over the largest fp8 value. [0, H, D] and [0, H] for no tokens.
 
     Raises:
-        InvalidInput: shapes or dtypes do not fit, or the format is not fp8.
+        InvalidInput: shapes or dtypes do not fit, D is 0, or the format is not fp8.
 
     Source: DeepSeek-V3.2, arXiv 2512.02556, section 2; its inference/kernel.py, act_quant.
     """
     reasons = Reasons("quantise_queries")
+    check_flags(reasons, power_of_two=power_of_two)
     row = row_named(reasons, "kv_format", kv_format)
     if row is not None:
         reasons.need(row.value_dtype in fp8.FLAVOURS, "kv_format", kv_format, "a format with fp8 values")
     if check_tensor(reasons, "q", q, (None, None, None), Q_DTYPES):
+        reasons.need(
+            q.shape[2] > 0, "q", f"shape {tuple(q.shape)}", "D of at least 1, to have a largest value"
+        )
         check_tensor(reasons, "weights", weights, q.shape[:2], (torch.float32,), q.device, "T, H from q")
     reasons.raise_if_any()
     assert row is not None
@@ -55,7 +59,7 @@ def to_slots(indices: Tensor, block_table: Tensor, qo_indptr: Tensor | None, blo
     Args:
         indices: [T, K] int32 token ids. -1 is no key.
         block_table: [B, max_blocks] int32 page ids; only the pages of the tokens named are read.
-        qo_indptr: [B + 1] int32 query token offsets. None: one token a sequence.
+        qo_indptr: [B + 1] int32 query token offsets, at most T. None: one token a sequence, T = B.
         block_size: Tokens a page.
 
     Returns:
@@ -64,19 +68,19 @@ def to_slots(indices: Tensor, block_table: Tensor, qo_indptr: Tensor | None, blo
         tokens.
 
     Raises:
-        InvalidInput: shapes, dtypes or devices do not fit, or, on the CPU, an id is beyond the table, its
-            page is negative, or a slot does not fit int32.
+        InvalidInput: shapes, dtypes or devices do not fit, block_size is no integer from 1, or, on the CPU,
+            the offsets cannot be, an id is beyond the table, its page is negative, or a slot does not fit
+            int32.
     """
     reasons = Reasons("to_slots")
-    reasons.need(block_size > 0, "block_size", block_size, "at least 1")
+    block_size = check_count(reasons, "block_size", block_size)
     right = check_tensor(reasons, "indices", indices, (None, None), (torch.int32,))
     device = indices.device if right else None
     right &= check_tensor(reasons, "block_table", block_table, (None, None), (torch.int32,), device)
     if right and qo_indptr is not None:
-        origin = "B + 1 from block_table"
-        check_tensor(
-            reasons, "qo_indptr", qo_indptr, (block_table.shape[0] + 1,), (torch.int32,), device, origin
-        )
+        like = (block_table.shape[0] + 1,), (torch.int32,), device, "B + 1 from block_table"
+        if check_tensor(reasons, "qo_indptr", qo_indptr, *like) and on_host(qo_indptr):
+            check_offsets(reasons, qo_indptr.tolist(), indices.shape[0])
     elif right:
         shape = (block_table.shape[0], None)
         check_tensor(
@@ -132,7 +136,13 @@ def compacted(indices: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         [T, K] int32 indices, -1 after the last, and [T] int32 counts, as `sparse_decode` takes them; [0, K]
         and [0] for no tokens.
+
+    Raises:
+        InvalidInput: the shape or dtype does not fit.
     """
+    reasons = Reasons("compacted")
+    check_tensor(reasons, "indices", indices, (None, None), (torch.int32,))
+    reasons.raise_if_any()
     is_key = indices != -1
     order = (~is_key).to(torch.uint8).argsort(dim=1, stable=True)
     return indices.gather(1, order), is_key.sum(1, dtype=torch.int32)

@@ -4,7 +4,7 @@ T query tokens, H heads, L = kv_lora_rank, R = qk_rope_head_dim, P = qk_nope_hea
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -58,13 +58,17 @@ class Plan:
         return cache
 
     def _allows(self, reasons: Reasons, sinks: Tensor | None, return_lse: bool) -> None:
+        contract.check_flags(reasons, return_lse=return_lse)
         offered = self.problem.features
         planned = "as planned; plan again with"
         reasons.need(
             sinks is None or Feature.SINKS in offered, "sinks", "a tensor", f"None, {planned} sinks=True"
         )
         reasons.need(
-            not return_lse or Feature.LSE in offered, "return_lse", True, f"False, {planned} return_lse=True"
+            return_lse is not True or Feature.LSE in offered,
+            "return_lse",
+            True,
+            f"False, {planned} return_lse=True",
         )
 
     def _knows(self, reasons: Reasons, q: Tensor) -> None:
@@ -91,7 +95,7 @@ class StepPlan(Plan):
         Raises:
             InvalidInput: the step leaves the planned bounds.
         """
-        batch = contract.within(batch, self.batch)
+        batch = within(batch, self.batch)
         getattr(module_of(self.choice), f"update_{self.problem.op}")(self.state, batch)
         self.batch = batch
 
@@ -165,11 +169,11 @@ class SparsePlan(Plan):
         cache = self._opened(reasons, kv_cache, k_scale)
         self._allows(reasons, sinks, return_lse)
         self._knows(reasons, ql_nope)
-        if cache is not None:
-            tokens, heads = self.num_tokens, self.problem.num_heads
-            contract.check_queries(
-                reasons, ql_nope, q_pe, cache, sm_scale, sinks, tokens, heads, q_scale=q_scale, check=check
-            )
+        contract.check_flags(reasons, check=check)
+        tokens, heads = self.num_tokens, self.problem.num_heads
+        if cache is not None and contract.check_queries(
+            reasons, ql_nope, q_pe, cache, sm_scale, sinks, tokens, heads, q_scale=q_scale, check=check
+        ):
             contract.check_indices(reasons, indices, counts, cache, self.num_tokens, ql_nope.device, check)
             if isinstance(indices, Tensor) and indices.dim() == 2:
                 most = self.problem.topk
@@ -266,6 +270,7 @@ class IndexPlan(StepPlan):
         Arguments, result and errors are those of `index_topk`.
         """
         reasons, problem, tokens = Reasons("index_topk"), self.problem, self.batch.num_tokens
+        contract.check_flags(reasons, as_slots=as_slots)
         cache = self._opened(reasons, index_cache, None)
         if cache is not None and contract.check_index_queries(
             reasons, q, weights, cache, tokens, problem.num_heads
@@ -273,7 +278,7 @@ class IndexPlan(StepPlan):
             given, planned = canonical_name(str(q.dtype)), problem.q_dtype
             reasons.need(given == planned, "q", f"dtype {given}", f"{planned}, as planned")
             if out is not None:
-                contract.check_output(reasons, "out", out, (tokens, problem.topk), (torch.int32,), q.device)
+                check_output(reasons, "out", out, (tokens, problem.topk), (torch.int32,), q.device)
         reasons.raise_if_any()
         assert cache is not None
         if out is None:
@@ -283,9 +288,51 @@ class IndexPlan(StepPlan):
         return out
 
 
+def check_step(reasons: Reasons, batch: object) -> None:
+    """Refuse what is not a Batch, at once: nothing else can be said of it."""
+    if not reasons.need(isinstance(batch, Batch), "batch", contract.shown(batch), "a Batch, from Batch.of"):
+        reasons.raise_if_any()
+
+
+def within(batch: Batch, planned: Batch) -> Batch:
+    """`batch` with the bounds of the plan it updates, or InvalidInput if it leaves them."""
+    reasons = Reasons("plan.update")
+    check_step(reasons, batch)
+    reasons.need(
+        batch.num_seqs == planned.num_seqs,
+        "seq_lens",
+        f"{batch.num_seqs} sequences",
+        f"{planned.num_seqs}, as planned",
+    )
+    for name in ("num_tokens", "max_q_len", "max_seq_len"):
+        got, bound = getattr(batch, name), getattr(planned, name)
+        reasons.need(got <= bound, name, got, f"at most {bound}, as planned")
+    for name in ("causal", "block_size"):
+        got, bound = getattr(batch, name), getattr(planned, name)
+        reasons.need(got == bound, name, got, f"{bound}, as planned")
+    reasons.raise_if_any()
+    return replace(
+        batch, num_tokens=planned.num_tokens, max_q_len=planned.max_q_len, max_seq_len=planned.max_seq_len
+    )
+
+
 def module_of(choice: select.Choice) -> ModuleType:
     """The chosen backend, imported now and not before."""
     return import_module(choice.backend.module)
+
+
+def check_output(
+    reasons: Reasons,
+    name: str,
+    tensor: Tensor,
+    shape: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+) -> None:
+    """Note an output tensor that cannot be written in place."""
+    if contract.check_tensor(reasons, name, tensor, shape, dtypes, device, "from the queries"):
+        own = all(n <= 1 or s > 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        reasons.need(own, name, f"strides {tensor.stride()}", "memory of its own for every element")
 
 
 def outputs(
@@ -299,10 +346,10 @@ def outputs(
     """The caller's output tensors, checked, or new ones; None while something is wrong."""
     dtypes = contract.out_dtypes(like.dtype)
     if out is not None:
-        contract.check_output(reasons, "out", out, shape, dtypes, like.device)
+        check_output(reasons, "out", out, shape, dtypes, like.device)
     if lse is not None:
         reasons.need(return_lse, "lse", "a tensor", "return_lse=True")
-        contract.check_output(reasons, "lse", lse, shape[:2], (torch.float32,), like.device)
+        check_output(reasons, "lse", lse, shape[:2], (torch.float32,), like.device)
     if reasons.found:
         return None, None
     out = torch.empty(shape, dtype=dtypes[0], device=like.device) if out is None else out
@@ -323,7 +370,7 @@ def opened(
     """The tagged cache behind what the caller gave, or None and the reasons why it cannot be opened."""
     if isinstance(kv_cache, kv.KVCache):
         name, rank, rope = kv_cache.format.name, kv_cache.kv_lora_rank, kv_cache.qk_rope_head_dim
-        wanted = name if kv_format is None else canonical_name(kv_format)
+        wanted = name if kv_format is None else canonical_name(str(kv_format))
         reasons.need(
             name == wanted, "kv_cache", f"tag {kv_cache.tag}", f"format {wanted}; use kv_cache.convert"
         )

@@ -14,7 +14,7 @@ from anymla import kv_cache as kv
 from anymla.contract import Batch
 from anymla.errors import Reasons
 from anymla.hardware.probe import Machine, this_machine
-from anymla.planned import DecodePlan, IndexPlan, PrefillPlan, SparsePlan, module_of
+from anymla.planned import DecodePlan, IndexPlan, PrefillPlan, SparsePlan, check_step, module_of
 from anymla.problem import Feature, Problem, canonical_name
 
 
@@ -55,9 +55,11 @@ def plan_decode(
         InvalidInput: an argument contradicts another one.
         NoBackend: nothing, or not the named backend, takes this step; the message gives every reason.
     """
-    machine = machine or machine_of(batch.seq_lens.device)
+    reasons = Reasons("plan_decode")
+    machine = _machine_for(reasons, batch, machine)
+    wanted = _wanted(reasons, batch, sinks=sinks, return_lse=return_lse, batch_invariant=batch_invariant)
     facts = _facts(
-        Reasons("plan_decode"),
+        reasons,
         machine,
         q_dtype,
         kv_format,
@@ -66,7 +68,6 @@ def plan_decode(
         qk_rope_head_dim=qk_rope_head_dim,
         block_size=batch.block_size,
     )
-    wanted = features(batch, sinks=sinks, return_lse=return_lse, batch_invariant=batch_invariant)
     problem = Problem(op="decode", q_len=batch.max_q_len, features=wanted, **facts)
     return decode_plan(batch, problem, backend, machine)
 
@@ -115,9 +116,11 @@ def plan_sparse_decode(
         NoBackend: nothing, or not the named backend, takes this step; the message gives every reason.
     """
     reasons = Reasons("plan_sparse_decode")
-    reasons.need(isinstance(topk, int) and topk >= 0, "topk", topk, "at least 0")
-    reasons.need(isinstance(num_tokens, int) and num_tokens >= 0, "num_tokens", num_tokens, "at least 0")
-    machine = machine or machine_of(torch.device(device))
+    topk = contract.check_count(reasons, "topk", topk, 0)
+    num_tokens = contract.check_count(reasons, "num_tokens", num_tokens, 0)
+    place = _place(reasons, device)
+    machine = machine_on(reasons, place, machine)
+    wanted = _wanted(reasons, None, sinks=sinks, return_lse=return_lse, batch_invariant=batch_invariant)
     facts = _facts(
         reasons,
         machine,
@@ -128,9 +131,8 @@ def plan_sparse_decode(
         qk_rope_head_dim=qk_rope_head_dim,
         block_size=block_size,
     )
-    wanted = features(None, sinks=sinks, return_lse=return_lse, batch_invariant=batch_invariant)
     problem = Problem(op="sparse_decode", topk=topk, features=wanted, **facts)
-    return sparse_plan(num_tokens, problem, torch.device(device), backend, machine)
+    return sparse_plan(num_tokens, problem, place, backend, machine)
 
 
 def plan_prefill(
@@ -174,9 +176,11 @@ def plan_prefill(
         InvalidInput: an argument contradicts another one.
         NoBackend: nothing, or not the named backend, takes this step; the message gives every reason.
     """
-    machine = machine or machine_of(batch.seq_lens.device)
+    reasons = Reasons("plan_prefill")
+    machine = _machine_for(reasons, batch, machine)
+    wanted = _wanted(reasons, batch, sinks=sinks, return_lse=return_lse, batch_invariant=batch_invariant)
     facts = _facts(
-        Reasons("plan_prefill"),
+        reasons,
         machine,
         q_dtype,
         canonical_name(str(q_dtype)) if kv_format is None else kv_format,
@@ -187,7 +191,6 @@ def plan_prefill(
         v_head_dim=v_head_dim,
         block_size=batch.block_size,
     )
-    wanted = features(batch, sinks=sinks, return_lse=return_lse, batch_invariant=batch_invariant)
     problem = Problem(op="prefill", q_len=batch.max_q_len, features=wanted, **facts)
     return prefill_plan(batch, problem, backend, machine)
 
@@ -223,9 +226,9 @@ def plan_index_topk(
         NoBackend: nothing, or not the named backend, takes this step; the message gives every reason.
     """
     reasons = Reasons("plan_index_topk")
-    reasons.need(isinstance(topk, int) and topk > 0, "topk", topk, "at least 1")
+    topk = contract.check_count(reasons, "topk", topk)
+    machine = _machine_for(reasons, batch, machine)
     reasons.need(batch.causal, "causal", batch.causal, "True: a query token chooses among what it sees")
-    machine = machine or machine_of(batch.seq_lens.device)
     facts = _facts(
         reasons,
         machine,
@@ -300,10 +303,37 @@ def features(
     return frozenset(feature for feature, wanted in asked.items() if wanted)
 
 
+def machine_on(reasons: Reasons, device: torch.device, machine: Machine | None) -> Machine:
+    """The machine given, else that of the device, noting what is none."""
+    needs = "a Machine, from machine_named or this_machine, or None"
+    good = reasons.need(machine is None or isinstance(machine, Machine), "machine", repr(machine), needs)
+    return machine if machine is not None and good else machine_of(device)
+
+
 @lru_cache(maxsize=64)
 def machine_of(device: torch.device) -> Machine:
     """What a device is, asked of its driver once."""
     return this_machine(device)
+
+
+def _place(reasons: Reasons, device: object) -> torch.device:
+    """The device of a name, or the CPU's in place of what names none."""
+    try:
+        return torch.device(device)  # type: ignore[call-overload, no-any-return]
+    except (RuntimeError, TypeError):
+        reasons.need(False, "device", repr(device), "a torch.device or the name of one, such as cuda:0")
+        return torch.device("cpu")
+
+
+def _machine_for(reasons: Reasons, batch: Batch, machine: Machine | None) -> Machine:
+    check_step(reasons, batch)
+    return machine_on(reasons, batch.seq_lens.device, machine)
+
+
+def _wanted(reasons: Reasons, batch: Batch | None, **flags: bool) -> frozenset[Feature]:
+    """The features of a step whose flags may be wrong."""
+    contract.check_flags(reasons, **flags)
+    return features(batch, **{name: value is True for name, value in flags.items()})
 
 
 def _facts(
@@ -311,11 +341,11 @@ def _facts(
 ) -> dict[str, Any]:
     for name, value in widths.items():
         least = 0 if name in ("qk_rope_head_dim", "qk_nope_head_dim") else 1
-        reasons.need(isinstance(value, int) and value >= least, name, value, f"at least {least}")
-    needs = "float32, bfloat16 or float16, or an fp8"
-    reasons.need(q_dtype in contract.INDEX_Q_DTYPES, "q_dtype", q_dtype, needs)
-    known, form = kv.KV_FORMATS, canonical_name(kv_format, machine.fp8_flavour)
-    reasons.need(form in known, "kv_format", repr(kv_format), f"one of {', '.join(known)}")
+        widths[name] = contract.check_count(reasons, name, value, least)
+    needs = "torch.float32, torch.bfloat16 or torch.float16, or an fp8"
+    reasons.need(q_dtype in contract.INDEX_Q_DTYPES, "q_dtype", repr(q_dtype), needs)
+    form = canonical_name(kv_format, machine.fp8_flavour) if isinstance(kv_format, str) else ""
+    reasons.need(form in kv.KV_FORMATS, "kv_format", repr(kv_format), f"one of {', '.join(kv.KV_FORMATS)}")
     reasons.raise_if_any()
     return {"q_dtype": canonical_name(str(q_dtype)), "kv_format": form, **widths}
 

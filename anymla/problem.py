@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import Enum
+from numbers import Integral
 
 OPS = ("decode", "sparse_decode", "prefill", "write_cache", "index_topk")
 """Every operation, in the order in which the documentation introduces them."""
@@ -42,6 +43,18 @@ FOREIGN_FORMAT_NAMES = ("index_k_shuffled", "index_k_shuffled_fnuz")
 FORMAT_NAMES = (*KV_FORMAT_NAMES, *FOREIGN_FORMAT_NAMES)
 """Every format."""
 
+COUNTS = {
+    "num_heads": 1,
+    "kv_lora_rank": 1,
+    "block_size": 1,
+    "qk_rope_head_dim": 0,
+    "qk_nope_head_dim": 0,
+    "v_head_dim": 0,
+    "q_len": 0,
+    "topk": 0,
+}
+"""The facts of a problem that are counts, and the least that each may be."""
+
 _ALIASES = {
     "bfloat16": "bf16",
     "float16": "fp16",
@@ -67,9 +80,16 @@ def canonical_name(name: str, fp8_flavour: str = "e4m3fn") -> str:
     return _FLAVOURED[name].format(fp8_flavour) if name in _FLAVOURED else _ALIASES.get(name, name)
 
 
+def count_of(value: object) -> int | None:
+    """The int that an integer of any library is; None for all else, True and False too."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+
+
 @dataclass(frozen=True)
 class Problem:
     """What is asked of a backend. Each field is a fact; `Backend` has the rule of the same name.
+
+    Counts may be integers of any library; they are kept as int.
 
     Attributes:
         op: One of OPS.
@@ -99,3 +119,9 @@ class Problem:
     q_len: int = 1
     topk: int = 0
     features: frozenset[Feature] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        for name in COUNTS:
+            value = getattr(self, name)
+            if type(value) is not int and (count := count_of(value)) is not None:
+                object.__setattr__(self, name, count)

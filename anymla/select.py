@@ -11,7 +11,16 @@ from anymla.errors import NoBackend, Reasons, UnknownBackend
 from anymla.hardware.arches import ARCHES
 from anymla.hardware.probe import NEWEST, PACKAGES, Machine
 from anymla.hardware.quirks import QUIRKS, Quirk, Weighed
-from anymla.problem import DTYPE_NAMES, FORMAT_NAMES, KV_FORMAT_NAMES, OPS, Problem
+from anymla.problem import (
+    COUNTS,
+    DTYPE_NAMES,
+    FORMAT_NAMES,
+    KV_FORMAT_NAMES,
+    OPS,
+    Feature,
+    Problem,
+    count_of,
+)
 from anymla.rules import Rule, likeness, listed, one_of
 
 TPHeads = tuple[tuple[int, int], ...]
@@ -88,7 +97,7 @@ def explain(problem: Problem, machine: Machine, tp_heads: TPHeads = ()) -> tuple
 
     Args:
         problem: The facts of a call.
-        machine: From `placenamed` or `this_machine`.
+        machine: From `machine_named` or `this_machine`.
         tp_heads: Other tensor parallel sizes with their local heads; `Verdict.nearest` may suggest one.
 
     Returns:
@@ -97,7 +106,7 @@ def explain(problem: Problem, machine: Machine, tp_heads: TPHeads = ()) -> tuple
     Raises:
         InvalidInput: the problem has an unknown name, or a count that cannot be.
     """
-    _check(problem)
+    check(problem)
     return tuple(
         _verdict(name, problem, machine, tp_heads) for name in dict.fromkeys(b.name for b in BACKENDS)
     )
@@ -109,7 +118,7 @@ def choose(problem: Problem, machine: Machine, backend: str = "auto") -> Choice:
 
     Args:
         problem: The facts of a call.
-        machine: From `placenamed` or `this_machine`.
+        machine: From `machine_named` or `this_machine`.
         backend: A name in BACKENDS, or "auto".
 
     Raises:
@@ -147,15 +156,19 @@ def library_report(machine: Machine) -> dict[str, dict[str, object]]:
     return {name: import_module(manifest).report(machine) for name, manifest in manifests.items()}
 
 
-def _check(problem: Problem) -> None:
+def check(problem: Problem) -> None:
+    """Refuse a problem with an unknown name or a count that cannot be, with every reason."""
     reasons = Reasons("problem")
     for name, known in (("op", OPS), ("q_dtype", DTYPE_NAMES), ("kv_format", FORMAT_NAMES)):
         value = getattr(problem, name)
         reasons.need(value in known, name, value, f"one of {listed(known)}")
-    for name in ("num_heads", "kv_lora_rank", "block_size"):
-        reasons.need(getattr(problem, name) >= 1, name, getattr(problem, name), "at least 1")
-    for name in ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "q_len", "topk"):
-        reasons.need(getattr(problem, name) >= 0, name, getattr(problem, name), "at least 0")
+    for name, least in COUNTS.items():
+        value, words = getattr(problem, name), f"at least {least}"
+        count = count_of(value)
+        needs = f"an integer, {words}" if count is None else words
+        reasons.need(count is not None and count >= least, name, repr(value), needs)
+    named = isinstance(problem.features, frozenset) and all(isinstance(f, Feature) for f in problem.features)
+    reasons.need(named, "features", repr(problem.features), "a frozenset of Feature")
     reasons.raise_if_any()
 
 

@@ -90,8 +90,32 @@ def test_slots_up_to_the_end_of_int32_are_exact():
             (ints([[0], [0]]).long(), TABLE.float(), None, 4),
             "indices got dtype int64.*block_table got dtype float32",
         ),
+        ((ints([[0], [0]]), TABLE, None, None), "block_size got None; needs an integer, at least 1"),
+        ((ints([[0], [0]]), TABLE, None, 16.0), "block_size got 16.0; needs an integer, at least 1"),
+        ((ints([[0], [0]]), TABLE, ints([0, 2, 1]), 4), "qo_indptr got 1 after 2 at 2; needs values that do"),
+        ((ints([[0], [0]]), TABLE, ints([1, 1, 2]), 4), "qo_indptr got first value 1; needs 0"),
+        ((ints([[0], [0]]), TABLE, ints([0, 1, 3]), 4), "qo_indptr got last value 3; needs at most 2"),
+        (
+            (ints([[0]] * 3), TABLE, None, 4),
+            r"indices got shape \(3, 1\); needs \(2, any\), B from block_table",
+        ),
     ],
-    ids=["past the table", "-2", "negative page", "int32", "rows", "indptr", "block size", "dtypes"],
+    ids=[
+        "past the table",
+        "-2",
+        "negative page",
+        "int32",
+        "rows",
+        "indptr",
+        "block size",
+        "dtypes",
+        "no block size",
+        "block size of halves",
+        "indptr decreases",
+        "indptr does not start at 0",
+        "indptr past the rows",
+        "rows without a sequence",
+    ],
 )
 def test_what_names_no_slot_is_refused(arguments, reason):
     with pytest.raises(InvalidInput, match=reason):
@@ -108,6 +132,21 @@ def test_keys_are_moved_to_the_front_in_order_and_counted():
     assert indices.tolist() == [[7, 3, -1, -1], [-1, -1, -1, -1], [2, 0, 1, 5]]
     assert counts.tolist() == [2, 0, 4] and counts.dtype == indices.dtype == torch.int32
     assert [t.shape for t in compacted(ints([]).view(0, 4))] == [(0, 4), (0,)]
+
+
+@pytest.mark.parametrize(
+    ("indices", "reason"),
+    [
+        (ints([[[7, -1]]]), r"indices got shape \(1, 1, 2\); needs \(any, any\)"),
+        (ints([7, -1]), r"indices got shape \(2,\); needs \(any, any\)"),
+        (ints([[7, -1]]).long(), "indices got dtype int64; needs int32"),
+        ([[7, -1]], "indices got list; needs a torch.Tensor"),
+    ],
+    ids=["three axes", "one axis", "dtype", "a list"],
+)
+def test_what_has_no_rows_of_indices_is_not_compacted(indices, reason):
+    with pytest.raises(InvalidInput, match=reason):
+        compacted(indices)
 
 
 class TestQuantisedQueries:
@@ -142,3 +181,7 @@ class TestQuantisedQueries:
             quantise_queries(self.q, self.weights, kv_format="bf16")
         with pytest.raises(InvalidInput, match=r"weights got shape \(2, 3\); needs \(5, 3\)"):
             quantise_queries(self.q, self.weights[:2], kv_format="index_k")
+        with pytest.raises(InvalidInput, match=r"q got shape \(5, 3, 0\); needs D of at least 1"):
+            quantise_queries(self.q[..., :0], self.weights, kv_format="index_k")
+        with pytest.raises(InvalidInput, match="power_of_two got None; needs True or False"):
+            quantise_queries(self.q, self.weights, kv_format="index_k", power_of_two=None)

@@ -6,8 +6,10 @@ import sys
 from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 
+import anymla
 from anymla import select
 from anymla.backends import BACKENDS, Backend
 from anymla.errors import InvalidInput, NoBackend, UnknownBackend
@@ -157,6 +159,38 @@ def test_a_problem_that_cannot_be_is_refused_before_any_backend_is_asked(
 ) -> None:
     with pytest.raises(InvalidInput, match=f"problem: {re.escape(message)}"):
         explain(replace(V3.problem(), **change), machine_named("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_heads": "16"}, "num_heads got '16'; needs an integer, at least 1"),
+        (
+            {"q_len": None, "topk": 2.0},
+            "q_len got None; needs an integer, at least 0; topk got 2.0; needs an",
+        ),
+        ({"block_size": [64]}, "block_size got [64]; needs an integer, at least 1"),
+        ({"features": {Feature.LSE}}, "features got {<Feature.LSE: 'lse'>}; needs a frozenset of Feature"),
+        ({"features": frozenset({"lse"})}, "features got frozenset({'lse'}); needs a frozenset of Feature"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_fact_of_another_kind_is_refused_in_words(change: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidInput, match=f"problem: {re.escape(message)}"):
+        anymla.explain(replace(V3.problem(), **change), machine_named("cpu"))
+
+
+def test_what_is_no_problem_and_no_machine_is_not_explained() -> None:
+    message = "problem got None; needs a Problem, .*; machine got 'sm90'; needs a Machine, from machine_named"
+    with pytest.raises(InvalidInput, match=message):
+        anymla.explain(None, "sm90")
+
+
+def test_counts_of_another_library_are_the_counts_that_they_are() -> None:
+    facts = {"num_heads": np.int64(128), "block_size": np.int32(64), "topk": np.uint8(0)}
+    problem = replace(V3.problem(), **facts)
+    assert problem == replace(V3.problem(), **{name: int(n) for name, n in facts.items()})
+    assert all(type(getattr(problem, name)) is int for name in facts)
 
 
 # Head counts, D5 and the table of tensor parallel sizes.
