@@ -80,11 +80,11 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
     ),
     ("attend", "sm90"): (
         Launch(block_m=16, block_n=64, num_warps=4, num_stages=2, chunk=256, kernel="attend_swapped"),
-        Launch(block_m=16, block_n=64, num_warps=4, num_stages=3, chunk=256),
+        Launch(block_m=16, block_n=32, num_warps=8, num_stages=2, chunk=256),
         Launch(block_m=16, block_n=64, num_warps=4, num_stages=4, chunk=256, kernel="attend_bytes"),
         Launch(block_m=32, block_n=64, num_warps=4, num_stages=2, chunk=256, kernel="attend_swapped"),
+        Launch(block_m=32, block_n=32, num_warps=8, num_stages=2, chunk=256),
         Launch(block_m=64, block_n=64, num_warps=4, num_stages=2, chunk=512, kernel="attend_wgmma"),
-        Launch(block_m=64, block_n=64, num_warps=8, num_stages=2, chunk=512),
     ),
     # As many values at once as block_n pieces of chunk columns: of wider chunks fewer pieces.
     ("combine", "*"): (Launch(block_m=1, block_n=32, num_warps=4, num_stages=1),),

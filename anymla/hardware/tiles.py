@@ -35,12 +35,12 @@ def attend_row(
     Returns:
         The row; where no tile is that large, the first of the largest.
     """
-    room = ARCHES[arch].shared_bytes if arch in ARCHES else 0
+    room, vendor = (ARCHES[arch].shared_bytes, ARCHES[arch].vendor) if arch in ARCHES else (0, "")
     fits = [
         row
         for row in launch_rows("attend", arch)
         if not refuses(row)
-        and _kernel_takes(row, latent, rope, kv_format, sparse or block_size % row.block_n != 0)
+        and _kernel_takes(row, vendor, latent, rope, kv_format, sparse or block_size % row.block_n != 0)
         and (not room or attend_shared_bytes(row, arch, latent, rope, element_bytes) <= room)
     ]
     assert fits, f"no launch row of attend takes {rows} rows of {latent} + {rope} on {arch}"
@@ -53,15 +53,22 @@ def attend_row(
     return fits[0]
 
 
-def _kernel_takes(row: Launch, latent: int, rope: int, kv_format: str, apart: bool) -> bool:
-    """Whether a kernel placed by hand has layouts for these widths, this format and where keys lie."""
+def _kernel_takes(row: Launch, vendor: str, latent: int, rope: int, kv_format: str, apart: bool) -> bool:
+    """Whether a row's kernel has layouts, and registers, for these widths, this format and where keys lie."""
     takes = {
-        "": True,
         "attend_swapped": kv_format in ("bf16", "fp16") and not apart,
         "attend_bytes": kv_format == "fp8_e4m3fn" and rope != 16,
         "attend_wgmma": kv_format != "fp32" and "fnuz" not in kv_format,
     }
-    return takes[row.kernel] and (not row.kernel or (latent in (256, 512) and rope in (0, 16, 32, 64, 128)))
+    if row.kernel:
+        return takes[row.kernel] and latent in (256, 512) and rope in (0, 16, 32, 64, 128)
+    # Rows that cannot be copied 16 bytes at a time pass through registers.
+    return row.block_m == 16 or vendor != "nvidia" or not _uneven(latent, rope)
+
+
+def _uneven(latent: int, rope: int) -> bool:
+    """Whether rows of these widths lie anyhow."""
+    return bool(latent % 16 or rope % 16)
 
 
 def attend_shared_bytes(row: Launch, arch: str, latent: int, rope: int, element_bytes: int = 2) -> int:
@@ -70,6 +77,7 @@ def attend_shared_bytes(row: Launch, arch: str, latent: int, rope: int, element_
     AMD keeps queries in registers, and operands pass through LDS in chunks. Elsewhere the block in use has
     left the buffers of those in flight, except where a warpgroup multiplies from them.
     """
+    uneven = _uneven(latent, rope)
     latent, rope = padded(latent, row.chunk), padded(rope)
     block, weights = row.block_n * (latent + rope), row.block_m * row.block_n
     if arch in ARCHES and ARCHES[arch].vendor == "amd":
@@ -87,7 +95,10 @@ def attend_shared_bytes(row: Launch, arch: str, latent: int, rope: int, element_
     in_flight = row.num_stages if row.kernel or row.block_m >= 64 else max(row.num_stages - 1, 1)
     # Four warps' maxima and barriers; elsewhere where each key lies.
     beside = 16 * row.block_m + 32 if row.kernel else 4 * row.block_n * in_flight
-    return element_bytes * (row.block_m * (latent + rope) + in_flight * block + weights) + beside
+    held = element_bytes * (row.block_m * (latent + rope) + in_flight * block + weights) + beside
+    # What passes through registers is laid out anew.
+    passing = element_bytes * (2 * row.block_n * latent + row.block_m * rope)
+    return max(held, passing) if uneven else held
 
 
 def prefill_row(

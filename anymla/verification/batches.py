@@ -54,6 +54,21 @@ def take(call: Inputs, sequences: Sequence[int]) -> tuple[Inputs, Tensor]:
     ), rows
 
 
+def tokens_alone(call: Inputs) -> Inputs:
+    """A causal decode with each query token of another as a sequence of its own, over the same cache."""
+    every, options = spans(call), dict(call.options)
+    sequence = torch.tensor([s for s, span in enumerate(every) for _ in span], dtype=torch.int64)
+    later = torch.tensor([span.stop - 1 - row for span in every for row in span], dtype=torch.int32)
+    lens: Tensor = options["seq_lens"]
+    options["seq_lens"] = (lens[sequence] - later.to(lens.device)).clamp(min=0)
+    options |= {"block_table": options["block_table"][sequence], "qo_indptr": None}
+    rows = torch.tensor([row for span in every for row in span], dtype=torch.int64)
+    tensors = (*(t[rows] for t in call.tensors[:2]), call.cache)
+    return replace(
+        call, tensors=tensors, options=options, num_rows=len(rows), shape=(len(rows), *call.shape[1:])
+    )
+
+
 def moved(call: Inputs, device: torch.device) -> Inputs:
     """The call on a device, every tensor with its strides and the memory around it."""
     return replace(

@@ -7,7 +7,7 @@ import torch
 from device_calls import DEVICE, is_offered, problem_of
 
 from anymla.problem import Feature
-from anymla.verification.batches import num_sequences
+from anymla.verification.batches import num_sequences, tokens_alone
 from anymla.verification.checks import planned, run_planned, same_bits
 from anymla.verification.inputs import decode_inputs, prefill_inputs, sparse_inputs
 from anymla.verification.judge import together
@@ -47,3 +47,20 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(backend, op, heads, kv_f
     # The same sequence many times is a batch too.
     batches += [[order[5]] * 40, [order[6], *[order[0]] * 30]]
     together(*(same_bits(call, whole, batch, problem, backend) for batch in batches)).require_pass()
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("heads", [4, 16, 128])
+def test_a_token_of_a_verify_block_has_the_bits_that_it_has_alone(backend, heads, kv_format):
+    """Its neighbours see a key more or less, so that a piece begins behind some of them only."""
+    with torch.device(DEVICE):
+        lens, q_lens = (4097, 4099, 64, 8193, 4096, 3), (2, 4, 3, 1, 4, 4)
+        call = decode_inputs(Widths(heads), lens, q_lens, kv_format=kv_format, block_size=64, sinks="near")
+    features = (Feature.LSE, Feature.BATCH_INVARIANT)
+    problem, apart = problem_of(call, *features, q_len=4), tokens_alone(call)
+    if not is_offered(problem, backend):
+        pytest.skip(f"{problem} is not offered here")
+    block = run_planned(call, planned(call, problem, backend), return_lse=True)
+    one = run_planned(apart, planned(apart, problem_of(apart, *features), backend), return_lse=True)
+    rows = apart.num_rows
+    assert torch.equal(block.out[:rows], one.out) and torch.equal(block.lse[:rows], one.lse)

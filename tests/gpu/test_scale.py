@@ -43,7 +43,8 @@ def plain(op, tokens, heads, num_blocks, **options):
         return torch.randn(shape, generator=draw, device=DEVICE, dtype=torch.bfloat16)
 
     cache = KVCache(normal(num_blocks, 4, 576), KV_FORMATS["bf16"], 512, 64)
-    q, q_pe = normal(tokens, heads, 512), normal(tokens, heads, 64)
+    # As absorption leaves them: head by head.
+    q, q_pe = (normal(heads, tokens, width).transpose(0, 1) for width in (512, 64))
     options = {"sm_scale": 192**-0.5, "sinks": torch.zeros(heads, device=DEVICE), **options}
     return Inputs(op, (q, q_pe, cache), options, tokens, tuple(q.shape))
 
@@ -67,7 +68,7 @@ def test_pages_may_lie_beyond_4_gib_and_two_thousand_million_elements(backend, o
 
 @pytest.mark.parametrize("heads", [4, 128])
 def test_a_decode_may_have_many_sequences(backend, heads):
-    """With 128 heads, queries and outputs have more than 2³¹ elements as well."""
+    """With 128 heads, queries and outputs have more than 2³¹ elements as well, between heads too."""
     lens = torch.randint(0, 9, (MANY,), dtype=torch.int32, device=DEVICE)
     lens[SAMPLE] = torch.tensor([0, 1, 8, 4, 5, 3, 8, 0, 7, 1, 6], dtype=torch.int32, device=DEVICE)
     table = torch.randperm(2 * MANY, device=DEVICE).int().view(MANY, 2)

@@ -22,6 +22,7 @@ from anymla.backends.triton_mla.keys import (
     latent_of,
     load_block,
     rope_of,
+    row_at,
 )
 
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -141,15 +142,15 @@ def attend_kernel(
             else:
                 visible = tl.full((BLOCK_M,), 0, tl.int32) + seq_len
                 seen_by_any = seq_len
-            row_tokens = (q_start + tokens).to(tl.int64)
-            q_rows = ql_nope + row_tokens * stride_qt + heads * stride_qh
+            row_tokens = q_start + tokens
+            q_rows = ql_nope + row_at(row_tokens, heads, stride_qt, stride_qh)
             q_l = ()
             acc = ()
             for chunk in tl.static_range(CHUNKS):
                 q_l = q_l + (_load_rows(q_rows, live, chunk * WIDTH + cols, stride_qd, L),)
                 acc = acc + (tl.zeros((WIDTH, BLOCK_M) if SWAP else (BLOCK_M, WIDTH), tl.float32),)
             if R > 0:
-                p_rows = q_pe + row_tokens * stride_pt + heads * stride_ph
+                p_rows = q_pe + row_at(row_tokens, heads, stride_pt, stride_ph)
                 q_r = _load_rows(p_rows, live, tl.arange(0, R_PADDED), stride_pd, R)
             else:
                 q_r = q_l[0]
@@ -228,12 +229,15 @@ def attend_kernel(
             share = tl.where(empty, 0.0, key_scale / tl.where(empty, 1.0, total))
             if whole:
                 if HAS_SINKS:
-                    share = share * sink_share(row_lse, tl.load(sinks + heads, mask=live, other=0.0))
-                o_rows = out + row_tokens * stride_ot + heads * stride_oh
+                    left = sink_share(row_lse, tl.load(sinks + heads, mask=live, other=0.0))
+                o_rows = out + row_at(row_tokens, heads, stride_ot, stride_oh)
                 for chunk in tl.static_range(CHUNKS):
                     o_cols = chunk * WIDTH + cols
                     values = tl.trans(acc[chunk]) if SWAP else acc[chunk]
                     values = tl.where(empty[:, None], 0.0, values * share[:, None])
+                    if HAS_SINKS:
+                        # After the division, as `combine` does: bits depend on no other row of the tile.
+                        values = values * left[:, None]
                     mask = live[:, None]
                     if L < L_PADDED:
                         mask = mask & (o_cols < L)[None, :]
@@ -243,7 +247,7 @@ def attend_kernel(
                         mask=mask,
                     )
                 if HAS_LSE:
-                    tl.store(lse + row_tokens * stride_lt + heads * stride_lh, row_lse, mask=live)
+                    tl.store(lse + row_at(row_tokens, heads, stride_lt, stride_lh), row_lse, mask=live)
             else:
                 places = tl.arange(0, BLOCK_M)
                 piece = slot.to(tl.int64) * BLOCK_M
@@ -258,15 +262,14 @@ def attend_kernel(
         # Rows that belong to no sequence.
         free = tl.load(qo_indptr + num_seqs)
         for step in range(program, num_tokens - free, tl.num_programs(0)):
-            row = (free + step).to(tl.int64)
             for head in range(num_heads):
-                o_row = out + row * stride_ot + head * stride_oh
+                o_row = out + row_at(free + step, head, stride_ot, stride_oh)
                 nothing = tl.zeros((WIDTH,), out.dtype.element_ty)
                 for chunk in tl.static_range(CHUNKS):
                     o_cols = chunk * WIDTH + cols
                     tl.store(o_row + o_cols * stride_od, nothing, mask=o_cols < L)
                 if HAS_LSE:
-                    tl.store(lse + row * stride_lt + head * stride_lh, float("-inf"))
+                    tl.store(lse + row_at(free + step, head, stride_lt, stride_lh), float("-inf"))
 
 
 @triton.jit
@@ -285,7 +288,7 @@ def placed_item(
     if SPARSE:
         q_start = seq
         q_len = seq * 0 + 1
-        seq_len = tl.load(counts + seq) if HAS_COUNTS else seq * 0 + num_keys
+        seq_len = tl.minimum(tl.load(counts + seq), num_keys) if HAS_COUNTS else seq * 0 + num_keys
     else:
         q_start = tl.load(qo_indptr + seq)
         q_len = tl.load(qo_indptr + seq + 1) - q_start

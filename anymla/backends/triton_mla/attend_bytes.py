@@ -21,6 +21,7 @@ from anymla.backends.triton_mla.warpgroup_parts import (
     load_box,
     page_of,
     placed_item,
+    row_at,
     rows_of,
     sink_share,
     write_free_rows,
@@ -268,9 +269,9 @@ def _bring_queries(
     queries_at: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     rows = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, queries_at))
     live = (rows // num_heads < q_len)[:, None]
-    row_tokens = (q_start + rows // num_heads).to(gl.int64)
-    l_rows = (ql_nope + row_tokens * stride_qt + rows % num_heads * stride_qh)[:, None]
-    r_rows = (q_pe + row_tokens * stride_pt + rows % num_heads * stride_ph)[:, None]
+    row_tokens = q_start + rows // num_heads
+    l_rows = (ql_nope + row_at(row_tokens, rows % num_heads, stride_qt, stride_qh))[:, None]
+    r_rows = (q_pe + row_at(row_tokens, rows % num_heads, stride_pt, stride_ph))[:, None]
     parts = ()
     most = gl.full([BLOCK_M], 1.1754943508222875e-38, gl.float32, gl.SliceLayout(1, queries_at))
     for part in gl.static_range(L // PAIRS):
@@ -509,22 +510,27 @@ def _write(
     in_tile = gl.arange(0, BLOCK_M, ROWS)
     rows = first_row + in_tile
     live = rows // num_heads < q_len
+    left = gl.full([BLOCK_M], 1.0, gl.float32, ROWS)
     if whole:
         if HAS_SINKS:
-            share = share * sink_share(row_lse, gl.load(sinks + rows % num_heads, mask=live, other=0.0))
+            left = sink_share(row_lse, gl.load(sinks + rows % num_heads, mask=live, other=0.0))
         if HAS_LSE:
-            lse_rows = (q_start + rows // num_heads).to(gl.int64) * stride_lt + rows % num_heads * stride_lh
+            lse_rows = row_at(q_start + rows // num_heads, rows % num_heads, stride_lt, stride_lh)
             gl.store(lse + lse_rows, row_lse, mask=live)
     else:
         gl.store(part_lse + slot.to(gl.int64) * BLOCK_M + in_tile, row_lse)
     out_tile = gl.arange(0, BLOCK_M, gl.SliceLayout(1, values_at))
     out_rows = first_row + out_tile
     out_live = (out_rows // num_heads < q_len)[:, None]
-    o_rows = (q_start + out_rows // num_heads).to(gl.int64) * stride_ot + out_rows % num_heads * stride_oh
+    o_rows = row_at(q_start + out_rows // num_heads, out_rows % num_heads, stride_ot, stride_oh)
     p_rows = (slot.to(gl.int64) * BLOCK_M + out_tile) * L
     for tile in gl.static_range(TILES):
         even = gl.where(empty[:, None], 0.0, acc[2 * tile] * share[:, None])
         odd = gl.where(empty[:, None], 0.0, acc[2 * tile + 1] * share[:, None])
+        if HAS_SINKS:
+            # After the division, as `combine` does: bits depend on no other row of the tile.
+            even = even * left[:, None]
+            odd = odd * left[:, None]
         values = gl.convert_layout(gl.join(even, odd).reshape([BLOCK_M, 2 * PAIRS]), values_at)
         cols = (2 * PAIRS * tile + gl.arange(0, 2 * PAIRS, gl.SliceLayout(0, values_at)))[None, :]
         if whole:

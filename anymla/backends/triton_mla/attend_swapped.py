@@ -24,6 +24,7 @@ from anymla.backends.triton_mla.warpgroup_parts import (
     key_span,
     load_box,
     placed_item,
+    row_at,
     rows_of,
     sink_share,
     write_free_rows,
@@ -151,12 +152,13 @@ def attend_swapped_kernel(
             )
             copied_rows = first_row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, copies_at))
             copied = (copied_rows // num_heads < q_len)[:, None]
-            copied_tokens = (q_start + copied_rows // num_heads).to(gl.int64)
-            q_rows = (ql_nope + copied_tokens * stride_qt + copied_rows % num_heads * stride_qh)[:, None]
+            copied_tokens = q_start + copied_rows // num_heads
+            copied_heads = copied_rows % num_heads
+            q_rows = (ql_nope + row_at(copied_tokens, copied_heads, stride_qt, stride_qh))[:, None]
             for half in gl.static_range(2):
                 bring(q_l.index(half), q_rows, half * HALF, stride_qd, copied, HALF, Q_COPIED, copies_at)
             if R > 0:
-                q_rows = (q_pe + copied_tokens * stride_pt + copied_rows % num_heads * stride_ph)[:, None]
+                q_rows = (q_pe + row_at(copied_tokens, copied_heads, stride_pt, stride_ph))[:, None]
                 bring(q_r.index(0), q_rows, 0, stride_pd, copied, R, Q_COPIED, copies_at)
             announce(bars.index(QUERIES), Q_COPIED)
             for block in range(gl.minimum(blocks, 2)):
@@ -233,29 +235,29 @@ def attend_swapped_kernel(
             share = gl.where(empty, 0.0, 1.0 / gl.where(empty, 1.0, total_rows))
             live = tokens < q_len
             heads = rows % num_heads
-            row_tokens = (q_start + tokens).to(gl.int64)
+            row_tokens = q_start + tokens
             cols = gl.arange(0, HALF, down_at)[:, None]
+            values_0 = gl.where(empty[None, :], 0.0, acc_0 * share[None, :])
+            values_1 = gl.where(empty[None, :], 0.0, acc_1 * share[None, :])
             if whole:
                 if HAS_SINKS:
-                    share = share * sink_share(row_lse, gl.load(sinks + heads, mask=live, other=0.0))
-                spots = (row_tokens * stride_ot + heads * stride_oh)[None, :] + cols * stride_od
+                    # After the division, as `combine` does: bits depend on no other row of the tile.
+                    left = sink_share(row_lse, gl.load(sinks + heads, mask=live, other=0.0))[None, :]
+                    values_0 = values_0 * left
+                    values_1 = values_1 * left
+                spots = row_at(row_tokens, heads, stride_ot, stride_oh)[None, :] + cols * stride_od
                 element: gl.constexpr = out.dtype.element_ty
-                zero = empty[None, :]
                 mask = live[None, :]
-                gl.store(out + spots, gl.where(zero, 0.0, acc_0 * share[None, :]).to(element), mask=mask)
-                gl.store(
-                    out + (spots + HALF * stride_od),
-                    gl.where(zero, 0.0, acc_1 * share[None, :]).to(element),
-                    mask=mask,
-                )
+                gl.store(out + spots, values_0.to(element), mask=mask)
+                gl.store(out + (spots + HALF * stride_od), values_1.to(element), mask=mask)
                 if HAS_LSE:
-                    gl.store(lse + row_tokens * stride_lt + heads * stride_lh, row_lse, mask=live)
+                    gl.store(lse + row_at(row_tokens, heads, stride_lt, stride_lh), row_lse, mask=live)
             else:
                 piece = slot.to(gl.int64) * BLOCK_M
                 in_tile = gl.arange(0, BLOCK_M, rows_at)
                 places = part_out + piece * L + (in_tile[None, :] * L + cols)
-                gl.store(places, gl.where(empty[None, :], 0.0, acc_0 * share[None, :]))
-                gl.store(places + HALF, gl.where(empty[None, :], 0.0, acc_1 * share[None, :]))
+                gl.store(places, values_0)
+                gl.store(places + HALF, values_1)
                 gl.store(part_lse + piece + in_tile, row_lse)
 
     write_free_rows(

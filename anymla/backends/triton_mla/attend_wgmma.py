@@ -21,6 +21,7 @@ from anymla.backends.triton_mla.warpgroup_parts import (
     LN_2,
     key_span,
     placed_item,
+    row_at,
     sink_share,
     write_free_rows,
 )
@@ -284,23 +285,25 @@ def _attend(
             share = gl.where(empty, 0.0, key_scale / gl.where(empty, 1.0, total))
             rows = first_row + gl.arange(0, BLOCK_M, out_rows_at)
             cols = SIDE * HALF + gl.arange(0, HALF, gl.SliceLayout(0, acc_at))
+            values = gl.where(empty[:, None], 0.0, acc * share[:, None])
             if whole:
                 live = rows // num_heads < q_len
-                row_tokens = (q_start + rows // num_heads).to(gl.int64)
+                row_tokens = q_start + rows // num_heads
                 heads = rows % num_heads
                 if HAS_SINKS:
-                    share = share * sink_share(row_lse, gl.load(sinks + heads, mask=live, other=0.0))
-                values = gl.where(empty[:, None], 0.0, acc * share[:, None])
-                o_rows = out + row_tokens * stride_ot + heads * stride_oh
+                    # After the division, as `combine` does: bits depend on no other row of the tile.
+                    values = (
+                        values * sink_share(row_lse, gl.load(sinks + heads, mask=live, other=0.0))[:, None]
+                    )
+                o_rows = out + row_at(row_tokens, heads, stride_ot, stride_oh)
                 gl.store(
                     o_rows[:, None] + cols[None, :] * stride_od,
                     values.to(out.dtype.element_ty),
                     mask=live[:, None],
                 )
                 if HAS_LSE and SIDE == 0:
-                    gl.store(lse + row_tokens * stride_lt + heads * stride_lh, row_lse, mask=live)
+                    gl.store(lse + row_at(row_tokens, heads, stride_lt, stride_lh), row_lse, mask=live)
             else:
-                values = gl.where(empty[:, None], 0.0, acc * share[:, None])
                 piece = slot.to(gl.int64) * BLOCK_M
                 in_tile = gl.arange(0, BLOCK_M, out_rows_at)
                 gl.store(part_out + piece * L + (in_tile[:, None] * L + cols[None, :]), values)

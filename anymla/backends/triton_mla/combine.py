@@ -5,6 +5,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from anymla.backends.triton_mla.attend import sink_share
+from anymla.backends.triton_mla.keys import row_at
 from anymla.backends.triton_mla.schedule import JOIN
 
 
@@ -93,7 +94,7 @@ def combine_kernel(
         row_lse = tl.where(empty, float("-inf"), top + tl.log(total))
         if HAS_SINKS:
             acc = acc * sink_share(row_lse, tl.load(sinks + head))
-        o_row = out + (q_start + token).to(tl.int64) * stride_ot + head * stride_oh
+        o_row = out + row_at(q_start + token, head, stride_ot, stride_oh)
         tl.store(o_row + cols * stride_od, acc.to(out.dtype.element_ty), mask=cols < L)
         if HAS_LSE:
-            tl.store(lse + (q_start + token).to(tl.int64) * stride_lt + head * stride_lh, row_lse)
+            tl.store(lse + row_at(q_start + token, head, stride_lt, stride_lh), row_lse)

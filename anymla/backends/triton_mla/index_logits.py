@@ -17,6 +17,7 @@ from anymla.backends.triton_mla.keys import (
     TILED_FN_BYTES,
     TILED_FNUZ_BYTES,
     converted,
+    row_at,
 )
 
 
@@ -77,7 +78,7 @@ def index_logits_kernel(
         for product in tl.static_range(PRODUCTS):
             # Instead of a row that is not there the last one, of which nothing is stored again.
             asking = tl.minimum(product * TOKENS + token_of, last_row - 1 - first)
-            places = asking.to(tl.int64) * stride_qt + head * stride_qh
+            places = row_at(asking, head, stride_qt, stride_qh)
             values = tl.load(
                 q + places[:, None] + width[None, :] * stride_qd,
                 mask=(head < HEADS)[:, None] & (width < L)[None, :],
@@ -117,7 +118,7 @@ def index_logits_kernel(
                     scores = tl.maximum(scores, 0.0, propagate_nan=tl.PropagateNan.ALL)
                     # Read where they are needed: those of all products would fill the registers.
                     asked = tl.minimum(product * TOKENS + token_of, last_row - 1 - first)
-                    at = asked.to(tl.int64) * stride_wt + head * stride_wh
+                    at = row_at(asked, head, stride_wt, stride_wh)
                     weight = tl.load(weights + at, mask=head < HEADS, other=0.0)
                     scores = scores * weight[None, :]
                     if HEADS < HEADS_PADDED:

@@ -1,4 +1,4 @@
-"""Device code that reads cached tokens of any KV format as keys of a matrix product."""
+"""Device code that finds rows of views, and reads cached tokens of any KV format as keys of a product."""
 
 import triton
 import triton.language as tl
@@ -18,6 +18,12 @@ TILED_FNUZ_BYTES = tl.constexpr(6)
 FN_RATIO = tl.constexpr(256.0)
 """How many times too small an e4m3fn byte is in its fp16 places."""
 FNUZ_RATIO = tl.constexpr(128.0)
+
+
+@triton.jit
+def row_at(token, head, stride_token, stride_head):
+    """Where a row begins: of views, heads may lie as far apart as tokens."""
+    return tl.cast(token, tl.int64) * stride_token + tl.cast(head, tl.int64) * stride_head
 
 
 @triton.jit

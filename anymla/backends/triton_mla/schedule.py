@@ -115,8 +115,8 @@ def schedule_kernel(
             q_start = first_items % num_seqs
             q_len = tl.zeros_like(first_items) + 1
         else:
-            q_start = tl.load(qo_indptr + first_items % num_seqs, mask=here, other=0)
-            q_len = tl.load(qo_indptr + first_items % num_seqs + 1, mask=here, other=0) - q_start
+            q_start = tl.load(qo_indptr + first_items % num_seqs, mask=here & busy, other=0)
+            q_len = tl.load(qo_indptr + first_items % num_seqs + 1, mask=here & busy, other=0) - q_start
         join = joins + JOIN * place
         tl.store(join, first_items, mask=here)
         tl.store(join + 1, q_start, mask=here)

@@ -4,9 +4,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy, fence_async_shared, mbarrier, tma
 
-from anymla.backends.triton_mla import attend
+from anymla.backends.triton_mla import attend, keys
 
 placed_item = gluon.jit(attend.placed_item.fn)
+row_at = gluon.jit(keys.row_at.fn)
 sink_share = gluon.jit(attend.sink_share.fn)
 
 load_box = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -24,12 +25,11 @@ def write_free_rows(
     cols = gl.arange(0, L, cols_at)
     free = gl.load(qo_indptr + num_seqs)
     for step in range(gl.program_id(0), num_tokens - free, gl.num_programs(0)):
-        row = (free + step).to(gl.int64)
         for head in range(num_heads):
-            o_row = out + row * stride_ot + head * stride_oh
+            o_row = out + row_at(free + step, head, stride_ot, stride_oh)
             gl.store(o_row + cols * stride_od, gl.zeros([L], out.dtype.element_ty, cols_at))
             if HAS_LSE:
-                gl.store(lse + row * stride_lt + head * stride_lh, float("-inf"))
+                gl.store(lse + row_at(free + step, head, stride_lt, stride_lh), float("-inf"))
 
 
 @gluon.jit

@@ -17,6 +17,7 @@ from anymla.backends.triton_mla.warpgroup_parts import (
     load_box,
     page_of,
     placed_item,
+    row_at,
     rows_of,
 )
 
@@ -93,12 +94,12 @@ def copy_keys(
             mbarrier.wait(bars.index(QUERIES_READ), (done & 1) ^ 1)
             rows = first_row + gl.arange(0, BLOCK_M, rows_at)
             live = (rows // num_heads < q_len)[:, None]
-            row_tokens = (q_start + rows // num_heads).to(gl.int64)
-            q_rows = (ql_nope + row_tokens * stride_qt + rows % num_heads * stride_qh)[:, None]
+            row_tokens = q_start + rows // num_heads
+            q_rows = (ql_nope + row_at(row_tokens, rows % num_heads, stride_qt, stride_qh))[:, None]
             for half in gl.static_range(COPIER, 2, COPIERS):
                 bring(q_l.index(half), q_rows, half * HALF, stride_qd, live, HALF, Q_COPIED, copies_at)
             if R > 0 and COPIER == 0:
-                q_rows = (q_pe + row_tokens * stride_pt + rows % num_heads * stride_ph)[:, None]
+                q_rows = (q_pe + row_at(row_tokens, rows % num_heads, stride_pt, stride_ph))[:, None]
                 bring(q_r.index(0), q_rows, 0, stride_pd, live, R, Q_COPIED, copies_at)
             announce(bars.index(QUERIES), Q_COPIED)
             done += 1

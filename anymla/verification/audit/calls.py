@@ -169,6 +169,15 @@ class Call:
         return 0.1, sinks, out, lse
 
 
+def _of_other_widths(usual: Problem, fp8: str) -> Iterator[Call]:
+    """Decodes of widths that the kernels placed by hand do not take, even and uneven."""
+    for rank, rope in ((512, 96), (448, 64), (384, 64), (448, 128), (512, 6), (500, 128), (300, 64)):
+        for heads in (16, 128):
+            yield Call(replace(usual, kv_lora_rank=rank, qk_rope_head_dim=rope, num_heads=heads))
+        yield Call(replace(usual, kv_lora_rank=rank, qk_rope_head_dim=rope, kv_format=fp8))
+    yield Call(replace(usual, kv_lora_rank=512, qk_rope_head_dim=8, block_size=16))
+
+
 def calls(machine: Machine) -> Iterator[Call]:
     """All calls, those that a server makes most often first."""
     native = machine.fp8_flavour.removeprefix("e4m3")
@@ -197,6 +206,8 @@ def calls(machine: Machine) -> Iterator[Call]:
     for rank, rope in ((256, 32), (128, 32), (512, 0)):
         for heads in (16, 64):
             yield Call(replace(usual, kv_lora_rank=rank, qk_rope_head_dim=rope, num_heads=heads))
+    if machine.arch == "sm90":
+        yield from _of_other_widths(usual, fp8)
 
     for kv_format, heads in product(FP8[:2], (16, 128)):
         asked = {"num_heads": heads, "kv_format": kv_format, "q_dtype": kv_format}

@@ -10,20 +10,20 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from kernel_calls import drawn, inputs, machine, require_right, run, same_bits
+from kernel_calls import drawn, inputs, machine, require_right, run, same_bits, step
 
 from anymla import fp8
 from anymla.backends import triton_mla
 from anymla.backends.triton_mla.store import e4m3_code
-from anymla.contract import WriteArgs
+from anymla.contract import AttentionOutput, DecodeArgs, WriteArgs
 from anymla.hardware.arches import ARCHES
 from anymla.hardware.tiles import prefill_shared_bytes
 from anymla.kv_cache import KV_FORMATS
 from anymla.models import MODELS
-from anymla.problem import Feature
+from anymla.problem import Feature, Problem
 from anymla.verification.batches import num_sequences, take
 from anymla.verification.cases import DTYPES
-from anymla.verification.inputs import Widths, prefill_inputs, write_inputs
+from anymla.verification.inputs import Widths, decode_inputs, prefill_inputs, write_inputs
 
 COUNTS = {"decode": 18, "sparse_decode": 12, "prefill": 14}
 CASES = [case for op, count in COUNTS.items() for case in drawn(op, count)]
@@ -31,6 +31,22 @@ PLAIN = {case.problem.op: case for case in reversed(CASES) if case.problem.kv_fo
 FLAVOURS = pytest.mark.parametrize("fnuz", [False, True], ids=["fn", "fnuz"])
 
 prefill = import_module("anymla.backends.triton_mla.prefill")
+
+
+def test_heads_may_lie_two_thousand_million_elements_apart():
+    """Memory that is never touched is never there."""
+    call = decode_inputs(Widths(3, 128, 32), (40,))
+
+    def apart(t):
+        whole = torch.empty(2**31 + t.shape[2], dtype=t.dtype)
+        return whole.as_strided(t.shape, (1, 2**30, 1)).copy_(t)
+
+    q, q_pe, cache = call.tensors
+    out, options = apart(torch.empty(call.shape, dtype=q.dtype)), call.options
+    asked = Problem("decode", "bf16", "bf16", 3, 128, 32, block_size=16, features=frozenset({Feature.SINKS}))
+    args = DecodeArgs(apart(q), apart(q_pe), cache, options["sm_scale"], options["sinks"], out, None)
+    triton_mla.decode(args, triton_mla.plan_decode(step(call, asked), asked, machine(), {}))
+    require_right(call, AttentionOutput(out, None))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)

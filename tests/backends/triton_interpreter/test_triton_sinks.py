@@ -9,6 +9,7 @@ from kernel_calls import require_right, run
 
 from anymla.distributed import combine
 from anymla.problem import Feature, Problem
+from anymla.verification.batches import tokens_alone
 from anymla.verification.inputs import Widths, decode_inputs, prefill_inputs, sparse_inputs
 
 prefill = import_module("anymla.backends.triton_mla.prefill")
@@ -60,6 +61,15 @@ def test_ranks_that_hold_a_part_of_the_chosen_keys_merge_before_the_sink_counts_
         asked = problem("sparse_decode", "bf16", topk=40, features=frozenset({Feature.LSE}))
         parts.append(run(call, asked))
     require_right(whole, combine(parts, sinks))
+
+
+def test_a_sink_leaves_a_row_the_bits_that_it_has_alone():
+    """The second token sees a key more, so that a piece of its tile begins behind those of the first."""
+    block = decode_inputs(WIDTHS, (4097,), (2,), q_dtype=torch.float32, kv_format="fp32")
+    features = WITH_LSE | {Feature.BATCH_INVARIANT}
+    asked = Problem("decode", "fp32", "fp32", 5, 128, 32, block_size=16, q_len=2, features=features)
+    got, one = run(block, asked), run(tokens_alone(block), replace(asked, q_len=1))
+    assert torch.equal(got.out[0], one.out[0]) and torch.equal(got.lse[0], one.lse[0])
 
 
 @pytest.mark.parametrize("leading", [0, 16, 32, 64])
