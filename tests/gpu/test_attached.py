@@ -1,0 +1,51 @@
+"""transformers on a GPU: a prompt, then tokens one at a time, through our pages, within the judge's budget."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from device_calls import DEVICE
+
+pytest.importorskip("transformers")
+
+sys.path.append(str(Path(__file__).parents[1] / "integrations"))
+from hosting import DENSE, SPARSE, build, eager, fp64_rows, given
+
+from anymla.integrations.transformers import attach
+from anymla.verification.judge import judge_tensor
+
+PROMPT, STEPS = 40, 8
+"""Tokens: more than any of these models chooses."""
+
+
+def stepped(model, ids):
+    """[B, STEPS + 1, vocabulary] logits: those of the prompt's last token, then of each token given alone."""
+    with torch.no_grad():
+        said = model(input_ids=ids[:, :PROMPT], use_cache=True)
+        logits = [said.logits[:, -1]]
+        for at in range(PROMPT, PROMPT + STEPS):
+            said = model(input_ids=ids[:, at : at + 1], use_cache=True, **given(said.past_key_values))
+            logits.append(said.logits[:, -1])
+    return torch.stack(logits, 1).cpu()
+
+
+def whole(model, ids):
+    """The same logits of one call."""
+    with torch.no_grad():
+        return model(input_ids=ids).logits[:, PROMPT - 1 :].cpu()
+
+
+@pytest.mark.parametrize("threshold", [pytest.param(2, id="decompressed"), pytest.param(None, id="absorbed")])
+@pytest.mark.parametrize("name", [*DENSE, *SPARSE])
+def test_an_attached_model_is_as_near_to_fp64_as_stock_is(name, threshold):
+    # In bf16 a near tie sends tokens to other experts, and the budget knows only some of them.
+    model = build(name, dtype=torch.float16)
+    ids = torch.randint(250, (3, PROMPT + STEPS), generator=torch.Generator().manual_seed(0))
+    exact = fp64_rows(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})[:, PROMPT - 1 :]
+    model, ids = model.to(DEVICE), ids.to(DEVICE)
+    noise = [run(stock, ids) for stock in (eager(model), model) for run in (stepped, whole)]
+    with attach(model, prefill_threshold=threshold) as attached:
+        got = stepped(model, ids)
+        assert attached.settings.calls["sparse" if name in SPARSE else "absorbed"]
+    judge_tensor("logits", got, exact, *noise).require_pass()
