@@ -1,4 +1,4 @@
-"""transformers on a GPU: a prompt, then tokens one at a time, through our pages, within the judge's budget."""
+"""transformers on a GPU: a prompt, then tokens one at a time, through our pages, as near to fp64 as stock."""
 
 import sys
 from pathlib import Path
