@@ -1,10 +1,11 @@
 """Which backend takes a problem on a machine, and why the others do not: pure, cached, stdlib only."""
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from functools import lru_cache, update_wrapper
 from importlib import import_module
-from typing import Any
+from typing import Any, Generic, ParamSpec, TypeVar
 
 from anymla.backends import BACKENDS, Backend
 from anymla.errors import NoBackend, Reasons, UnknownBackend
@@ -23,6 +24,8 @@ from anymla.problem import (
 )
 from anymla.rules import Rule, likeness, listed, one_of
 
+P = ParamSpec("P")
+T = TypeVar("T")
 TPHeads = tuple[tuple[int, int], ...]
 """Pairs of a tensor parallel size and the local heads that it leaves."""
 
@@ -91,7 +94,25 @@ class Choice:
         return "\n  ".join(lines + [str(verdict) for verdict in self.verdicts])
 
 
-@lru_cache(maxsize=4096)
+class _Remembered(Generic[P, T]):
+    """A question whose answers are kept, by what is asked and by what manifests read beside it."""
+
+    def __init__(self, question: Callable[P, T]) -> None:
+        @lru_cache(maxsize=4096)
+        def answered(surroundings: object, *asked: P.args, **named: P.kwargs) -> T:
+            return question(*asked, **named)
+
+        self._answered: Callable[..., T] = answered
+        self.cache_clear = answered.cache_clear
+        update_wrapper(self, question)
+
+    def __call__(self, *asked: P.args, **named: P.kwargs) -> T:
+        # A manifest that nobody imported yet has told nothing that could be out of date.
+        manifests = (sys.modules.get(row.manifest) for row in BACKENDS)
+        return self._answered(tuple(one.surroundings() for one in manifests if one), *asked, **named)
+
+
+@_Remembered
 def explain(problem: Problem, machine: Machine, tp_heads: TPHeads = ()) -> tuple[Verdict, ...]:
     """Say what every backend would do with a problem on a machine.
 
@@ -112,7 +133,7 @@ def explain(problem: Problem, machine: Machine, tp_heads: TPHeads = ()) -> tuple
     )
 
 
-@lru_cache(maxsize=4096)
+@_Remembered
 def choose(problem: Problem, machine: Machine, backend: str = "auto") -> Choice:
     """Choose the preferred backend of those that take a problem, or the named one, without falling back.
 
@@ -150,10 +171,20 @@ def preferred(verdicts: Sequence[Verdict]) -> Verdict | None:
 
 def library_report(machine: Machine) -> dict[str, dict[str, object]]:
     """What each manifest knows of its library on a machine, by the name of the backend that calls it."""
-    manifests = {
-        row.name: row.manifest for row in BACKENDS if row.manifest and row.arch.accepts(machine.arch)
-    }
-    return {name: import_module(manifest).report(machine) for name, manifest in manifests.items()}
+    return {name: manifest.report(machine) for name, manifest in _manifests(machine).items()}
+
+
+def tried(machine: Machine) -> Machine:
+    """The machine with what comes of importing its libraries in another process; a named one as it is."""
+    if machine.assumed:
+        return machine
+    failures = [one for manifest in _manifests(machine).values() for one in manifest.tried(machine).items()]
+    return replace(machine, failures=tuple(failures))
+
+
+def _manifests(machine: Machine) -> dict[str, Any]:
+    rows = (row for row in BACKENDS if row.manifest and row.arch.accepts(machine.arch))
+    return {name: import_module(path) for name, path in {row.name: row.manifest for row in rows}.items()}
 
 
 def check(problem: Problem) -> None:

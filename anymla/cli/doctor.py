@@ -12,7 +12,7 @@ import typer
 import anymla
 from anymla import select
 from anymla.cli.explain import machine_fields, terminal, verdict_fields
-from anymla.hardware.probe import PACKAGES, Machine, this_machine, torch_report
+from anymla.hardware.probe import Machine, this_machine, torch_report
 from anymla.hardware.quirks import QUIRKS, Quirk
 from anymla.models import model_named
 from anymla.problem import OPS
@@ -21,7 +21,22 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 VERSIONS_OF = ("numpy", "transformers", "vllm", "typer", "rich")
-SHOWN_OF_A_RECORD = ("backend", "date", "cases", "failed", "faults_caught", "faults_total", "torch", "triton")
+SHOWN_OF_A_RECORD = (
+    "backend",
+    "how",
+    "only",
+    "op",
+    "objects",
+    "date",
+    "cases",
+    "failed",
+    "faults_caught",
+    "faults_total",
+    "torch",
+    "triton",
+)
+FEW = 3
+"""How many kernels a line names."""
 ASKED_MODEL, ASKED_TP = "deepseek-v3.2", 8
 """The model whose every operation each backend is asked about; it has an index, so all operations exist."""
 
@@ -31,7 +46,7 @@ def doctor(in_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
 
     It prints with a broken torch, too, and then ends with exit code 1.
     """
-    machine = this_machine()
+    machine = select.tried(this_machine())
     torch = torch_report()
     versions = _versions(machine)
     problems = {op: model_named(ASKED_MODEL).problem(op, tp=ASKED_TP) for op in OPS}
@@ -113,16 +128,22 @@ def _show_libraries(console: "Console", libraries: dict[str, dict[str, Any]]) ->
     from rich.markup import escape
 
     for name, found in libraries.items():
-        console.print(f"[bold]{name}[/]     {found['release'] or 'not installed'}")
+        commit = f", commit {found['commit']}" if found["commit"] else ""
+        console.print(f"[bold]{name}[/]     {found['release'] or 'not installed'}{commit}")
         console.print(f"  bound: {', '.join(found['bound']) or 'nothing'}")
         rows = [f"{count} of {kind}" for kind, count in found["kernels"].items()]
         console.print(f"  kernels: {', '.join(rows) or 'none'}")
         for quirk in found["quirks"]:
-            console.print(f"  quirk: {escape(quirk)}")
+            kernels = _kernels_in_words(quirk["kernels"])
+            console.print(f"  quirk: {escape(quirk['does'])}; {kernels} [dim]({escape(quirk['source'])})[/]")
         for reason in found["missing"]:
             console.print(f"  [red]missing: {escape(reason)}[/]")
-        if not found["release"]:
-            console.print(f"  to install: {escape(PACKAGES[name].install)}")
+        if found["advice"]:
+            console.print(f"  what would help: {escape(found['advice'])}")
+
+
+def _kernels_in_words(names: list[str]) -> str:
+    return f"in {', '.join(names)}" if len(names) <= FEW else f"in {len(names)} kernels"
 
 
 def _record_in_words(record: dict[str, Any]) -> str:

@@ -83,7 +83,8 @@ def explain(
 ) -> None:
     """Say what every backend would do with a model on a machine, and why.
 
-    It needs neither that machine nor torch. Exit code 0 also if no backend takes the call.
+    It needs neither that machine nor torch, and imports what is installed here in a process of its own. Exit
+    code 0 also if no backend takes the call.
     """
     reasons = Reasons("explain")
     row = _asked(reasons, model_named, model)
@@ -103,7 +104,7 @@ def explain(
     answers = []
     for place in machines:
         assert place is not None
-        place = place.having("aiter", aiter) if aiter else place
+        place = place.having("aiter", aiter) if aiter else select.tried(place)
         problem = row.problem(
             "sparse_decode" if sparse else op,
             tp=tp,
@@ -183,7 +184,8 @@ def launch_row(answer: Answer) -> Launch | None:
 
 def machine_fields(machine: Machine) -> dict[str, Any]:
     """A machine as JSON has it."""
-    return {**asdict(machine), "packages": dict(machine.packages)}
+    tables = {"packages": dict(machine.packages), "failures": dict(machine.failures)}
+    return {**asdict(machine), **tables}
 
 
 def verdict_fields(verdict: Verdict, problem: Problem) -> dict[str, Any]:

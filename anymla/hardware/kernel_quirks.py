@@ -353,6 +353,13 @@ KERNEL_QUIRKS: tuple[Quirk, ...] = (
         switches=asks("AITER_MLA_REDUCE_FLYDSL"),
     ),
     _kernel(
+        _CDNA,
+        "AITER v1_2_device.cuh from 0.1.16.post4: its older planner beside the one that plans otherwise",
+        refuse="AITER_MLA_META_USE_PARALLEL is 0: plans come from a planner that is not AITER's own choice",
+        persistent=_PERSISTENT,
+        switches=asks("AITER_MLA_META_USE_PARALLEL"),
+    ),
+    _kernel(
         one_of("gfx950"),
         "github.com/ROCm/aiter #4341, #4452, in 0.1.20: offsets beyond 4 GiB wrapped",
         knob="max_cache_gib",

@@ -51,6 +51,7 @@ class Machine:
         assumed: Whether the machine was named, not probed, and every package taken to be there.
         device_name: What the driver calls the device.
         multiprocessors: Compute units or SMs, 0 where unknown.
+        failures: Why functions of its libraries cannot be called, by name, as far as they were tried.
     """
 
     arch: str
@@ -58,6 +59,7 @@ class Machine:
     assumed: bool = False
     device_name: str = ""
     multiprocessors: int = 0
+    failures: tuple[tuple[str, str], ...] = ()
 
     @property
     def facts(self) -> Arch | None:

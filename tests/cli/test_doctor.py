@@ -1,8 +1,10 @@
 """`anymla doctor`: it prints whatever state the machine is in."""
 
 import json
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,19 +75,47 @@ def test_on_rocm_it_says_what_aiter_has_and_lacks(monkeypatch: pytest.MonkeyPatc
     assert {"mla_decode_fwd", "mla_reduce_v1", "get_mla_metadata_v1"} <= set(aiter["bound"])
     assert aiter["kernels"]["bf16/bf16 rows"] == 7
     assert aiter["kernels"]["bf16/bf16 prefill"] == 2
-    assert "this AITER returns an lse that nothing wrote" not in aiter["quirks"]
-    assert "sets finite_slot_0=1" in aiter["quirks"]
-    assert aiter["missing"] == []
-    text = examined()
+    does = [quirk["does"] for quirk in aiter["quirks"]]
+    assert "this AITER returns an lse that nothing wrote" not in does
+    assert "sets finite_slot_0=1" in does
+    assert all(quirk["source"] and quirk["kernels"] for quirk in aiter["quirks"])
+    assert len({quirk["source"] for quirk in aiter["quirks"]}) > 5
+    assert (aiter["missing"], aiter["advice"]) == ([], "")
+    text = " ".join(examined().split())
     assert "0.1.16.post2" in text
-    assert "quirk: AITER's bf16 kernel of 64 heads faults" in text
+    faults = "AITER's bf16 kernel of 64 heads faults; in MLA_A16W16_1TG_4W_64mx1_16nx1_Coex0_Msk1_QH16"
+    assert f"quirk: {faults} (AITER op_tests/test_mla.py skips it" in text
+    assert re.search(r"sets finite_slot_0=1; in \d+ kernels \(emulated", text)
 
 
 def test_on_rocm_without_aiter_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "this_machine", lambda: Machine("gfx942", (("torch", "2.13.0"),)))
     text = examined()
     assert "not installed" in text
-    assert "to install: building github.com/ROCm/aiter" in text
+    assert "what would help: building github.com/ROCm/aiter whole, " in text
+
+
+def test_an_aiter_that_is_too_old_is_told_what_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = machine_named("gfx942").having("aiter", "0.1.8")
+    monkeypatch.setattr(module, "this_machine", lambda: machine)
+    aiter = json.loads(examined("--json"))["libraries"]["aiter"]
+    assert any("0.1.10.post1 is the first release with one" in reason for reason in aiter["missing"])
+    assert aiter["advice"].startswith("building github.com/ROCm/aiter whole, 0.1.20.post1 or another release")
+
+
+def test_an_aiter_whose_import_dies_is_refused_above_as_it_is_below(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine = machine_named("gfx942")
+    broken = replace(machine, failures=(("mla_decode_fwd", "aiter cannot be imported: no libamdhip64"),))
+    monkeypatch.setattr(module, "this_machine", lambda: machine)
+    monkeypatch.setattr(module.select, "tried", lambda asked: broken if asked is machine else asked)
+    found = json.loads(examined("--json"))
+    (aiter,) = (one for one in found["verdicts"]["decode"] if one["backend"] == "aiter")
+    assert aiter["reasons"] == found["libraries"]["aiter"]["missing"] == [broken.failures[0][1]]
+    assert found["machine"]["failures"] == dict(broken.failures)
+    assert "mla_decode_fwd" not in found["libraries"]["aiter"]["bound"]
+    assert "what would help: python -c 'import aiter.mla'" in examined()
 
 
 def test_a_broken_torch_is_a_failed_check_and_everything_else_is_still_printed(
@@ -98,9 +128,18 @@ def test_a_broken_torch_is_a_failed_check_and_everything_else_is_still_printed(
     assert json.loads(examined("--json", exit_code=1))["torch"]["error"].startswith("OSError")
 
 
+RECORD = {
+    "backend": "cpu",
+    "how": "AITER's code objects, executed on the emulator",
+    "objects": "784639297068",
+    "cases": 9,
+    "worst": {"decode": {"share": 0.25}},
+}
+
+
 def test_evidence_of_this_chip_is_shown_and_a_torn_record_does_not_hide_the_rest(tmp_path: Path) -> None:
     for arch, name, text in (
-        ("cpu", "cpu.json", json.dumps({"backend": "cpu", "cases": 9, "worst": {"decode": {"share": 0.25}}})),
+        ("cpu", "cpu.json", json.dumps(RECORD)),
         ("cpu", "torn.json", '{"backend": '),
         ("sm90", "triton.json", json.dumps({"backend": "triton"})),
     ):
@@ -110,8 +149,9 @@ def test_evidence_of_this_chip_is_shown_and_a_torn_record_does_not_hide_the_rest
     first, second = json.loads(examined("--json"))["evidence"]
     assert (first["file"], first["backend"], first["cases"]) == ("cpu.json", "cpu", 9)
     assert (second["file"], "Expecting value" in second["error"]) == ("torn.json", True)
-    text = examined()
-    assert "backend cpu, cases 9, worst share of the budget 0.25" in text
+    text = " ".join(examined().split())
+    how = "how AITER's code objects, executed on the emulator, objects 784639297068"
+    assert f"backend cpu, {how}, cases 9, worst share of the budget 0.25" in text
     assert "torn.json cannot be read" in text
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 
 import pytest
@@ -10,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from anymla import cli
 from anymla.hardware.arches import ARCHES
-from anymla.hardware.probe import Machine
+from anymla.hardware.probe import Machine, machine_named
 
 PROGRAM = [sys.executable, "-c", "from anymla.cli import main; main()"]
 
@@ -145,9 +146,23 @@ def test_a_release_of_aiter_can_be_asked_about() -> None:
     assert reason.startswith("aiter 0.1.16.post2 has no kernel for bf16 × bf16, 16 heads, lse")
     assert answer(*asked, "--aiter", "0.1.19")["choice"] == "aiter"
     unknown = verdict(answer(*asked, "--aiter", "9.9"), "aiter")["reasons"]
-    assert "aiter 9.9 is not recorded" in unknown[0]
+    assert [reason for reason in unknown if "is not recorded" in reason] == [
+        "aiter 9.9 is not recorded; 0.1.5 to 0.1.20.post1 and HEAD are"
+    ]
     text = run("explain", *asked, "--aiter", "v0.1.16.post2").stdout
     assert "assumed with aiter v0.1.16.post2 and the newest release of every other package" in text
+
+
+def test_what_is_installed_here_is_imported_before_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = import_module("anymla.cli.explain")
+    here = machine_named("gfx942")
+    broken = replace(here, failures=(("mla_decode_fwd", "aiter cannot be imported: no libamdhip64"),))
+    monkeypatch.setattr(module, "this_machine", lambda: here)
+    monkeypatch.setattr(module.select, "tried", lambda asked: broken if asked is here else asked)
+    found = answer("--model", "kimi-k2", "--tp", "8")
+    assert (found["choice"], found["machine"]["failures"]) == ("triton", dict(broken.failures))
+    assert verdict(found, "aiter")["reasons"] == ["aiter cannot be imported: no libamdhip64"]
+    assert answer("--model", "kimi-k2", "--tp", "8", "--aiter", "0.1.19")["choice"] == "aiter"
 
 
 def test_a_layout_of_one_library_can_be_asked_about() -> None:

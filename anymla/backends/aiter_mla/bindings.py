@@ -385,6 +385,11 @@ def introspected(function: Callable[..., Any], name: str) -> tuple[Parameter, ..
     """Parameters that a function itself or its operator tells; None where neither does.
 
     A compiled operator is a wrapper that takes anything, so it is asked by its schema.
+
+    Raises:
+        TypeError: it cannot be called.
+        ValueError: it is compiled and tells nothing.
+        AttributeError: its operator has no schema.
     """
     kinds = inspect.Parameter
     told = list(inspect.signature(function).parameters.values())

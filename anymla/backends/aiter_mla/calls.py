@@ -1,6 +1,8 @@
 """Calls: the functions of the AITER that is installed, imported when first planned with."""
 
 import importlib
+import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +11,9 @@ from typing import Any
 
 from anymla.backends.aiter_mla import bindings
 from anymla.backends.aiter_mla.bindings import FUNCTIONS, Binding
-from anymla.backends.aiter_mla.provider import Aiter
+from anymla.backends.aiter_mla.provider import Aiter, aiter_of
 from anymla.errors import BackendError
+from anymla.hardware.probe import Machine
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,10 @@ def call_of(aiter: Aiter, name: str) -> Call:
         BackendError: AITER cannot be imported, or the function is not what its source said.
     """
     function = _imported(aiter, name)
-    told = bindings.introspected(function, name)
+    try:
+        told = bindings.introspected(function, name)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise BackendError(f"{name} of {aiter} does not tell its parameters: {error}") from None
     if told is None:
         return Call(function, aiter.binding(name))
     found = bindings.bind(name, told, str(aiter))
@@ -57,19 +63,41 @@ def import_failure(aiter: Aiter, names: tuple[str, ...]) -> str:
     return ""
 
 
-def import_apart(timeout_s: float = 300) -> str:
-    """Why AITER cannot be imported, tried in another process, which it may take down; "" where it can."""
+def import_apart(aiter: Aiter, timeout_s: float = 300) -> dict[str, str]:
+    """Why functions of the AITER that is installed cannot be called, by name, those that can left out.
+
+    Each is imported in another process, which it may take down; the functions that this one had not come to
+    are then refused.
+    """
     import subprocess
 
-    command = [sys.executable, "-c", "import aiter.mla"]
+    command = [sys.executable, "-c", _QUESTION, aiter.release, aiter.arch]
+    # It is to find what this process would, whatever was put on its path.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment
+        )
+        said, lines = done.stderr.strip().splitlines(), done.stdout.split("\n")
+        died = said[-1] if said else f"python exited with {done.returncode}"
     except subprocess.TimeoutExpired:
-        return f"import aiter.mla took more than {timeout_s:.0f} s"
-    if done.returncode == 0:
-        return ""
-    said = done.stderr.strip().splitlines() or [f"python exited with {done.returncode}"]
-    return f"import aiter.mla: {said[-1]}"
+        died, lines = f"it took more than {timeout_s:.0f} s", []
+    # AITER may print before us on a line, too.
+    told = dict(json.loads(line.partition(_MARK)[2]) for line in lines if _MARK in line)
+    unasked = f"{aiter} cannot be imported: {died}"
+    answers = {name: told.get(name, unasked) for name in FUNCTIONS}
+    return {name: failure for name, failure in answers.items() if failure}
+
+
+def tell_failures(release: str, arch: str) -> None:
+    """Print the failure of each function, or "", as `import_apart` reads it."""
+    aiter = aiter_of(Machine(arch, (("aiter", release),)))
+    for name in FUNCTIONS:
+        print(_MARK + json.dumps([name, import_failure(aiter, (name,))]), flush=True)
+
+
+_MARK = "\x1e"
+_QUESTION = "import sys; from anymla.backends.aiter_mla import calls; calls.tell_failures(*sys.argv[1:])"
 
 
 def _imported(aiter: Aiter, name: str) -> Callable[..., Any]:
@@ -77,8 +105,10 @@ def _imported(aiter: Aiter, name: str) -> Callable[..., Any]:
     for module in FUNCTIONS[name].modules:
         try:
             function: Callable[..., Any] = getattr(importlib.import_module(module), name)
-        except Exception as error:  # AITER builds and runs code when it is imported; any of that may fail.
-            reasons.append(f"{module}.{name}: {type(error).__name__}: {error}")
+        except (Exception, SystemExit) as error:  # AITER builds and runs code when it is imported.
+            # The package itself dies before any part of it, so that is named once, whichever part was asked.
+            died = module if sys.modules.get("aiter") else "aiter"
+            reasons.append(f"{died}: {type(error).__name__}: {error}")
         else:
             return function
-    raise BackendError(f"{aiter} cannot be imported: {'; '.join(reasons)}")
+    raise BackendError(f"{aiter} cannot be imported: {'; '.join(dict.fromkeys(reasons))}")

@@ -6,16 +6,16 @@ Indexer and cache writers have no table: there a call is accepted if its functio
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from anymla.backends.aiter_mla import bindings
+from anymla.backends.aiter_mla import bindings, facts
 from anymla.backends.aiter_mla.calls import import_apart, import_failure
 from anymla.backends.aiter_mla.facts import Dispatch, Kernel, mode
-from anymla.backends.aiter_mla.provider import Aiter, aiter_of
+from anymla.backends.aiter_mla.provider import Aiter, aiter_of, commit_of, environment
 from anymla.hardware.kernel_quirks import KERNEL_QUIRKS, KernelCall
-from anymla.hardware.probe import NEWEST, Machine
+from anymla.hardware.probe import NEWEST, PACKAGES, Machine
 from anymla.hardware.quirks import Quirk, Weighed
 from anymla.problem import Feature, Problem
 
@@ -52,34 +52,71 @@ def weigh(problem: Problem, machine: Machine) -> Weighed:
     said = ways.get(problem.op, _decode)(problem, aiter)
     if said.reasons:
         return said
-    # Importing it brings torch, which a process that only explains does without.
-    is_here = aiter.installed and "torch" in sys.modules
-    failure = import_failure(aiter, _called(problem)) if is_here else ""
-    return Weighed((failure,)) if failure else said
+    told = dict(machine.failures)
+    reasons = tuple(dict.fromkeys(told[name] for name in _called(problem) if name in told))
+    if not reasons and aiter.installed and _may_import():
+        failure = import_failure(aiter, _called(problem))
+        reasons = (failure,) if failure else ()
+    return Weighed(reasons) if reasons else said
+
+
+def surroundings() -> object:
+    """What an answer depends on beside its arguments: what is set, and whether AITER may be imported."""
+    return environment(), _may_import()
+
+
+def tried(machine: Machine) -> dict[str, str]:
+    """Why functions of a machine's AITER cannot be called, by importing what is installed apart from us."""
+    aiter = aiter_of(machine)
+    return import_apart(aiter) if aiter.installed and not aiter.missing else {}
+
+
+def _may_import() -> bool:
+    """Whether torch is here already: importing AITER brings it, and who only explains does without."""
+    return "torch" in sys.modules
 
 
 def report(machine: Machine) -> dict[str, object]:
     """What is known of a machine's AITER: for `anymla doctor`.
 
     Returns:
-        "release", "bound" (functions that can be called), "missing" (why others, or all, cannot), "kernels"
-        (rows of its table by dtypes and mode) and "quirks" (those that some kernel of the table has).
+        "release", "commit" (of a source tree, else ""), "bound" (functions that can be called), "missing"
+        (why others, or all, cannot), "advice" (what would help, "" where nothing is missing), "kernels" (rows
+        of its table by dtypes and mode) and "quirks" (those that some kernel of the table has, and which).
     """
     aiter = aiter_of(machine)
-    missing = list(dict.fromkeys(aiter.refusals(tuple(bindings.FUNCTIONS))))
-    if aiter.installed and aiter.release:
-        missing += [failure] if (failure := import_apart()) else []
+    failures = dict(machine.failures)
+    refusals = aiter.refusals(tuple(bindings.FUNCTIONS))
     counts = Counter(
         f"{k.q}/{k.kv} {'prefill' if k.prefill else mode(bool(k.persistent))}" for k in aiter.kernels
     )
-    quirks = {q: None for call in _every_call(aiter) for q in quirks_of(call, aiter)}
+    kernels: dict[Quirk, dict[str, None]] = {}
+    for call in _every_call(aiter):
+        for quirk in quirks_of(call, aiter):
+            kernels.setdefault(quirk, {})[call.kernel] = None
     return {
         "release": aiter.release,
-        "bound": [name for name, found in aiter.bound.items() if isinstance(found, bindings.Binding)],
-        "missing": missing,
+        "commit": commit_of(aiter.root),
+        "bound": [
+            name
+            for name, found in aiter.bound.items()
+            if isinstance(found, bindings.Binding) and name not in failures
+        ],
+        "missing": list(dict.fromkeys((*refusals, *failures.values()))),
+        "advice": _advice(refusals, failures),
         "kernels": dict(sorted(counts.items())),
-        "quirks": [str(quirk) for quirk in quirks],
+        "quirks": [
+            {"does": str(quirk), "source": quirk.source, "kernels": sorted(names)}
+            for quirk, names in kernels.items()
+        ],
     }
+
+
+def _advice(refusals: Collection[str], failures: Collection[str]) -> str:
+    """What would help."""
+    if refusals:
+        return f"{PACKAGES['aiter'].install} whole, {facts.newest_release()} or another release known here"
+    return "python -c 'import aiter.mla' shows the whole error" if failures else ""
 
 
 def prefill_lanes(aiter: Aiter) -> tuple[int, ...]:

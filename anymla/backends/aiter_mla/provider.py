@@ -8,8 +8,10 @@ import hashlib
 import importlib.util
 import os
 import re
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 
@@ -18,8 +20,16 @@ from anymla.backends.aiter_mla.bindings import Binding
 from anymla.backends.aiter_mla.facts import Dispatch, Kernel
 from anymla.hardware.probe import NEWEST, Machine
 
-SWITCHES = ("AITER_ENABLE_EXPERIMENTAL", "AITER_MLA_USE_OPUS", "AITER_MLA_REDUCE_FLYDSL")
-"""Environment variables that change what AITER runs; any value but 0 does. Quirks say what then."""
+SWITCHES = {
+    "AITER_ENABLE_EXPERIMENTAL": "0",
+    "AITER_MLA_USE_OPUS": "0",
+    "AITER_MLA_REDUCE_FLYDSL": "0",
+    "AITER_MLA_META_USE_PARALLEL": "1",
+    "AITER_ENABLE_AOT_GLUON_PA_MQA_LOGITS": "0",
+    "ENABLE_CK": "1",
+}
+"""Environment variables that change what AITER runs, and the value that does not. Quirks say what then."""
+_READ = (*SWITCHES, "AITER_META_DIR", "GPU_ARCHS")
 
 _SOURCES = {
     "asm_mla.cu": "csrc/py_itfs_cu/asm_mla.cu",
@@ -29,7 +39,15 @@ _REDUCER = "csrc/kernels/mla/reduce.cu"
 _REDUCER_ROW = re.compile(r"MLA_REDUCE_CASE_(?:IF|EF)\(\s*NUM_HEAD,\s*(\d+),\s*HEAD_DIM,\s*(\d+)")
 _COLUMNS = ("qType", "kvType", "Gqa", "ps", "qSeqLen", "prefill", "causal", "lse", "cprr", "co_name")
 _MAY_LACK = ("lse", "cprr")
+_ELF = struct.Struct("<4s36xQ10xHH2x")
+"""Of the header of a code object: magic, where its section headers begin, the size of one, and how many."""
 _FIRST_TABLE = "0.1.10.post1 is the first release with one"
+_FOLDER_CODE = re.compile(rb"^find_aiter = .*?^AITER_ASM_DIR = [^\n]*", re.DOTALL | re.MULTILINE)
+_FOLDER_BLOB = "904405483e96"
+"""Where aiter/jit/core.py says in which folder tables and sources are, alike in every release with tables."""
+
+Environment = tuple[tuple[str, str], ...]
+"""Name and value of each variable that is set, of those that change what AITER runs."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +63,9 @@ class Aiter:
         decode_reducers: Heads that the reducer has for 512 columns.
         prefill_reducers: Heads that the reducer has for 128 columns.
         missing: Why its tables cannot be used; () where they can.
-        installed: Whether it is here, and so has an environment.
+        root: The folder that holds the package, None where it is not here.
+        objects: The folder of its table and code objects, None where it is not here.
+        environment: What is set, as it was when this was read; a release that is not here has none.
     """
 
     release: str
@@ -56,21 +76,29 @@ class Aiter:
     decode_reducers: frozenset[int]
     prefill_reducers: frozenset[int]
     missing: tuple[str, ...] = ()
-    installed: bool = False
+    root: Path | None = None
+    objects: Path | None = None
+    environment: Environment = ()
 
     def __str__(self) -> str:
         return f"aiter {self.release}"
 
     @property
+    def installed(self) -> bool:
+        """Whether it is here, and so can be imported."""
+        return self.root is not None
+
+    @property
     def switches(self) -> frozenset[str]:
-        """Which of SWITCHES are set; a release that is not here has no environment."""
-        names = SWITCHES if self.installed else ()
-        return frozenset(name for name in names if os.environ.get(name, "0") not in ("", "0"))
+        """Which of SWITCHES are set to what changes something."""
+        return frozenset(
+            name for name, value in self.environment if (value or "0") != SWITCHES.get(name, value or "0")
+        )
 
     @property
     def without_ck(self) -> bool:
         """Whether its environment has it do without Composable Kernel."""
-        return self.installed and os.environ.get("ENABLE_CK", "1") == "0"
+        return "ENABLE_CK" in self.switches
 
     def binding(self, function: str) -> Binding:
         """The binding of a function that is known to have one."""
@@ -85,11 +113,23 @@ class Aiter:
             functions: Names in bindings.FUNCTIONS.
             by_tables: Whether its kernel tables decide what runs.
         """
-        reasons = list(self.missing) if by_tables else []
+        reasons = [*self._other_chips(), *(self.missing if by_tables else ())]
         for function in functions:
             found = self.bound[function]
             reasons += () if isinstance(found, Binding) else found
-        return tuple(reasons)
+            if "pa_mqa_logits" in bindings.FUNCTIONS[function].modules[0]:
+                reasons += [_AHEAD] if "AITER_ENABLE_AOT_GLUON_PA_MQA_LOGITS" in self.switches else []
+        return tuple(dict.fromkeys(reasons))
+
+    def _other_chips(self) -> tuple[str, ...]:
+        """Why its environment has it take this chip for another; () if it does not."""
+        named = dict(self.environment).get("GPU_ARCHS", "native")
+        if named in ("native", self.arch) or named.endswith(f";{self.arch}"):
+            return ()
+        return (f"GPU_ARCHS got {named!r}; needs {self.arch} last, which {self} takes for the chip here",)
+
+
+_AHEAD = "AITER_ENABLE_AOT_GLUON_PA_MQA_LOGITS is set: it runs kernels that were compiled ahead"
 
 
 def aiter_of(machine: Machine) -> Aiter:
@@ -113,12 +153,36 @@ def package_root() -> Path | None:
     return Path(places[0]).parent if places else None
 
 
+def commit_of(root: Path | None) -> str:
+    """The commit that a source tree is at, read without git; "" where there is no such tree."""
+    git = root / ".git" if root else None
+    if git is None or not git.exists():
+        return ""
+    try:
+        if git.is_file():
+            git = git.parent / git.read_text().strip().removeprefix("gitdir: ")
+        head = (git / "HEAD").read_text().strip()
+        if not head.startswith("ref: "):
+            return head
+        shared = git / (git / "commondir").read_text().strip() if (git / "commondir").exists() else git
+        name = head.removeprefix("ref: ")
+        if (shared / name).exists():
+            return (shared / name).read_text().strip()
+        packed = (line.split() for line in (shared / "packed-refs").read_text().splitlines())
+        return next((words[0] for words in packed if words[1:] == [name]), "")
+    except OSError:
+        return ""
+
+
 @lru_cache(maxsize=256)
 def recorded_aiter(release: str, arch: str) -> Aiter:
     """A recorded release on a chip; one that is not recorded has nothing, and says so."""
     name = f"aiter {release}"
     if release not in facts.releases():
+        as_written = {one.lower(): one for one in facts.releases()}
+        alike = [as_written[one] for one in get_close_matches(release.lower(), as_written, cutoff=0.7)]
         known = f"{facts.releases()[0]} to {facts.newest_release()} and HEAD are"
+        known += f", of which {', '.join(alike)} come nearest" if alike else ""
         unknown = dict.fromkeys(bindings.FUNCTIONS, (f"{name} is not recorded; {known}",))
         return Aiter(release, arch, unknown, (), None, frozenset(), frozenset())
     bound = {one: bindings.bind(one, bindings.recorded(one, release), name) for one in bindings.FUNCTIONS}
@@ -128,9 +192,8 @@ def recorded_aiter(release: str, arch: str) -> Aiter:
     return Aiter(release, arch, bound, kernels, dispatch, decode, prefill, () if kernels else missing)
 
 
-@lru_cache(maxsize=16)
 def installed_aiter(release: str, arch: str, root: Path | None) -> Aiter:
-    """The AITER in a folder, read from its own files.
+    """The AITER in a folder, read from its own files, in the environment that is set now.
 
     Args:
         release: What its package metadata call it.
@@ -140,17 +203,30 @@ def installed_aiter(release: str, arch: str, root: Path | None) -> Aiter:
     Returns:
         All that could be read; whatever could not is in `missing`, in words.
     """
+    return _read(release, arch, root, environment())
+
+
+def environment() -> Environment:
+    """What is set of all that changes what AITER runs."""
+    return tuple((name, os.environ[name]) for name in _READ if name in os.environ)
+
+
+@lru_cache(maxsize=64)
+def _read(release: str, arch: str, root: Path | None, given: Environment) -> Aiter:
     name = f"aiter {release or 'unknown'}"
     none: frozenset[int] = frozenset()
     if root is None:
         gone = ("aiter is not installed",)
-        return Aiter(release, arch, dict.fromkeys(bindings.FUNCTIONS, gone), (), None, none, none, gone, True)
+        return Aiter(release, arch, dict.fromkeys(bindings.FUNCTIONS, gone), (), None, none, none, gone)
     bound = {one: bindings.bind(one, bindings.parsed(one, root), name) for one in bindings.FUNCTIONS}
-    meta = next((place for place in (root / "aiter_meta", root) if (place / "hsa").is_dir()), None)
-    if meta is None:
-        half = (f"{name} has no folder hsa with kernels beside it; install it whole",)
-        return Aiter(release, arch, bound, (), None, none, none, half, True)
-    kernels, missing = _table(meta / "hsa" / arch / "mla", name)
+    meta = _folder(root, dict(given).get("AITER_META_DIR", ""))
+    if not (meta / "hsa").is_dir():
+        half = (f"{name} has no folder {meta / 'hsa'} with its kernels; install it whole",)
+        return Aiter(release, arch, bound, (), None, none, none, half, root, None, given)
+    objects = meta / "hsa" / arch / "mla"
+    kernels, missing = _table(objects, name)
+    if not missing and not _is_folder_code_known(root):
+        missing = (f"{name} finds its kernel table by code that is not recorded, or has no jit/core.py",)
     blobs = {one: _blob(meta / path) for one, path in _SOURCES.items()}
     blobs["mla.py"] = _blob(root / "aiter" / "mla.py")
     dispatch = facts.dispatch_with(blobs)
@@ -160,7 +236,25 @@ def installed_aiter(release: str, arch: str, root: Path | None) -> Aiter:
         missing = (f"{name} {what}, so which kernel a call would look up is not known",)
     reducers = _reducers(meta / _REDUCER)
     decode, prefill = reducers[512], reducers[128]
-    return Aiter(release, arch, bound, kernels, dispatch, decode, prefill, missing, True)
+    return Aiter(release, arch, bound, kernels, dispatch, decode, prefill, missing, root, objects, given)
+
+
+def _folder(root: Path, named: str) -> Path:
+    """Where AITER looks for tables and sources, by the rule of its jit/core.py."""
+    try:
+        whole = (root / "aiter" / "install_mode").read_text(errors="replace").strip() != "develop"
+    except OSError:
+        whole = False
+    folder = Path(named).absolute() if named else root / "aiter_meta" if whole else root
+    return folder if (folder / "csrc").exists() else root
+
+
+def _is_folder_code_known(root: Path) -> bool:
+    try:
+        found = _FOLDER_CODE.search((root / "aiter" / "jit" / "core.py").read_bytes())
+    except OSError:
+        return False
+    return found is not None and _blob_of(found[0]).startswith(_FOLDER_BLOB)
 
 
 def _table(folder: Path, name: str) -> tuple[tuple[Kernel, ...], tuple[str, ...]]:
@@ -178,10 +272,23 @@ def _table(folder: Path, name: str) -> tuple[tuple[Kernel, ...], tuple[str, ...]
             kernel = facts.kernel_from([*fields[:-1], fields[-1].removesuffix(".co")])
         except (TypeError, ValueError):
             return (), (f"{name} has a malformed kernel table: {path}, line {number}",)
-        if (folder / fields[-1]).is_file():
+        if _is_whole_object(folder / fields[-1]):
             kernels.append(kernel)
-    missing = () if kernels else (f"{name} has no code object of {path}",)
+    missing = () if kernels else (f"{name} has no whole code object of {path}; install it whole",)
     return tuple(kernels), missing
+
+
+def _is_whole_object(path: Path) -> bool:
+    """Whether a file is ELF up to its section headers, which are last: no stand-in, nothing cut off."""
+    try:
+        with path.open("rb") as file:
+            header, size = file.read(_ELF.size), os.fstat(file.fileno()).st_size
+    except OSError:
+        return False
+    if len(header) < _ELF.size:
+        return False
+    magic, sections, section_size, count = _ELF.unpack(header)
+    return bool(magic == b"\x7fELF" and sections + section_size * count <= size)
 
 
 def _reducers(path: Path) -> dict[int, frozenset[int]]:
@@ -199,4 +306,8 @@ def _blob(path: Path) -> str:
         text = path.read_bytes()
     except OSError:
         return ""
+    return _blob_of(text)
+
+
+def _blob_of(text: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(text) + text, usedforsecurity=False).hexdigest()

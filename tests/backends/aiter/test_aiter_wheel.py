@@ -23,7 +23,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The wheel's stubs, tables and sources."""
     folder = tmp_path_factory.mktemp("aiter")
     with zipfile.ZipFile(WHEEL) as wheel:
-        wanted = [name for name in wheel.namelist() if name.endswith((".py", ".csv")) or "/mla" in name]
+        wanted = [
+            name
+            for name in wheel.namelist()
+            if name.endswith((".py", ".csv", "/install_mode")) or "/mla" in name
+        ]
         wheel.extractall(folder, wanted)
     yield folder
 
