@@ -369,7 +369,7 @@ def _describer(call: Inputs, workload: Workload) -> Callable[[bool], Batch]:
         max_q_len=p.q_len,
         max_seq_len=longest,
         seq_lens_host=lens if known else None,
-        qo_indptr_host=ends if known else None,
+        qo_indptr_host=ends if known and options["qo_indptr"] is not None else None,
         new_tokens_are_cached=p.op != "prefill",
     )
 
