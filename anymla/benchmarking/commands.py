@@ -44,7 +44,7 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--variants", help="of tune, JSON or a file of it: rows to time for each case")
     parser.add_argument("--rows", type=json.loads, default={}, help="of compile, JSON: a row for each kernel")
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", help="default: a GPU")
     parser.add_argument("--repeats", type=int, default=30)
     parser.add_argument("--processes", type=int, help="that compile at a time; default: one a core")
     parser.add_argument("--commit", default="", help="where this is not a checkout")
@@ -52,10 +52,17 @@ def main(given: list[str] | None = None) -> int:
     arguments = parser.parse_args(given)
     try:
         run = {"tune": run_tune, "compile": run_compile}.get(arguments.what, run_suite)
-        return run(arguments, torch.device(arguments.device))
+        return run(arguments, _device(arguments.device))
     except InvalidInput as error:
         print(error, file=sys.stderr)
         return 2
+
+
+def _device(name: str | None) -> torch.device:
+    """The device of a name, or a GPU: what is sized for one would take hours elsewhere, unasked."""
+    if name is None and not torch.cuda.is_available():
+        raise InvalidInput("bench", ["device got None; needs a GPU here, or the name of what to run on"])
+    return torch.device(name or "cuda")
 
 
 def run_suite(asked: Any, device: torch.device) -> int:
@@ -86,6 +93,7 @@ def run_tune(asked: Any, device: torch.device) -> int:
         text = asked.variants if is_json else Path(asked.variants).read_text()
         for name, variants in json.loads(text).items():
             row = suite.row_named(name, device)
+            tune.check_tunable(row, device, asked.backend)
             call = drawn_inputs(row.work, device)
 
             def in_use(kernel: str, row: Any = row, call: Any = call) -> Any:
@@ -98,6 +106,7 @@ def run_tune(asked: Any, device: torch.device) -> int:
     else:
         name = asked.case or tune.usual_case(asked.kernel or "attend")
         row = suite.row_named(name, device)
+        tune.check_tunable(row, device, asked.backend)
         kernel = asked.kernel or tune.usual_kernel(row)
         options = {"backend": asked.backend, "repeats": asked.repeats, "processes": processes, "say": tell}
         found[name] = tune.tune(row, kernel, device, **options)

@@ -13,12 +13,13 @@ from typing import Any, cast
 
 import torch
 
+from anymla import select
 from anymla.benchmarking.inputs import drawn_inputs
 from anymla.benchmarking.run import ceilings, planned
 from anymla.benchmarking.sample import verified
 from anymla.benchmarking.suite import Row, Say, in_processes
 from anymla.benchmarking.timing import captured, time_in_turns
-from anymla.errors import InvalidInput
+from anymla.errors import InvalidInput, Reasons
 from anymla.hardware.launch import LAUNCH, Launch, launch_rows
 from anymla.hardware.probe import this_machine
 from anymla.rules import listed
@@ -100,6 +101,25 @@ def usual_case(kernel: str) -> str:
 def usual_kernel(row: Row) -> str:
     """The kernel that most of the time of a case goes to."""
     return {"prefill": "prefill", "write_cache": "cache_write"}.get(row.work.problem.op, "attend")
+
+
+def check_tunable(row: Row, device: torch.device, backend: str) -> None:
+    """Refuse a case that nothing launches by the table.
+
+    Args:
+        row: The case.
+        device: Where it would run.
+        backend: A name in BACKENDS, or "auto".
+
+    Raises:
+        InvalidInput: the device is no GPU, or the backend that takes the case is not "triton".
+        NoBackend: none takes it.
+    """
+    reasons = Reasons("bench")
+    if reasons.need(device.type != "cpu", "device", device, "a GPU: launch rows are of its kernels"):
+        chosen = select.choose(row.work.problem, this_machine(device), backend).backend.name
+        reasons.need(chosen == "triton", "backend", chosen, "triton: launch rows are of its kernels")
+    reasons.raise_if_any()
 
 
 @contextmanager

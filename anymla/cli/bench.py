@@ -43,7 +43,9 @@ def bench(
     ] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="cpu or cuda.  [default: a GPU if there is one and the backend runs there]"),
+        typer.Option(
+            help="cpu or cuda.  [default: a GPU if one is here that the backend runs on; of a suite, a GPU]"
+        ),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each case.")] = 20,
     suite: Annotated[
@@ -54,7 +56,7 @@ def bench(
     ] = None,
     only: Annotated[list[str] | None, typer.Option(help="Part of the name of a case of the suite.")] = None,
     tune: Annotated[
-        bool, typer.Option("--tune", help="Propose a launch row for this chip instead; changes nothing.")
+        bool, typer.Option("--tune", help="Propose a launch row for this GPU instead; changes nothing.")
     ] = False,
     kernel: Annotated[
         str | None, typer.Option(help="To tune: attend, combine, prefill, gather or cache_write.")

@@ -1,12 +1,14 @@
 """Launch rows are tried in a table of their own, verified, timed side by side, and only proposed."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
+from anymla import select
 from anymla.benchmarking import commands, tune
 from anymla.benchmarking.inputs import drawn_inputs
 from anymla.benchmarking.run import Planned, planned
@@ -15,6 +17,7 @@ from anymla.benchmarking.timing import Timing
 from anymla.benchmarking.tune import KERNELS, Trial, launched_by, neighbours, pasted, rows_from
 from anymla.errors import InvalidInput
 from anymla.hardware.launch import LAUNCH, Launch, launch_rows
+from anymla.hardware.probe import machine_named
 
 CPU = torch.device("cpu")
 IN_USE = launch_rows("attend", "cpu")[0]
@@ -48,6 +51,7 @@ def chip(monkeypatch):
     def timed(calls, device, *, repeats):
         return {name: Timing((1e-5 / call.launch.num_stages,)) for name, call in calls.items()}
 
+    monkeypatch.setattr(tune, "check_tunable", lambda *asked: None)
     monkeypatch.setattr(tune, "planned", pretended)
     monkeypatch.setattr(tune, "time_in_turns", timed)
 
@@ -84,6 +88,36 @@ def test_a_table_that_does_not_run_is_refused(chip, small):
         pytest.raises(InvalidInput, match="needs a table that it runs with"),
     ):
         climbed(small)
+
+
+@pytest.mark.parametrize("how", [("--kernel", "attend"), ("--variants", '{"128x16x4096": []}')])
+def test_only_kernels_that_launch_by_the_table_on_a_gpu_are_tuned(how, monkeypatch, capsys):
+    monkeypatch.setattr(tune, "planned", lambda *asked: pytest.fail("something is run"))
+    monkeypatch.setattr(commands, "drawn_inputs", lambda *asked: pytest.fail("something is drawn"))
+    assert commands.main(["tune", *how, "--device", "cpu"]) == 2
+    assert "device got cpu; needs a GPU: launch rows are of its kernels" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("backend", ["triton", "other"])
+def test_a_case_that_another_backend_takes_is_not_tuned(backend, monkeypatch):
+    row, gpu = commands.suite.row_named("128x16x4096", CPU), torch.device("cuda")
+    choice = select.choose(row.work.problem, machine_named("sm90"), "triton")
+    choice = replace(choice, backend=replace(choice.backend, name=backend))
+    monkeypatch.setattr(tune, "this_machine", lambda device: machine_named("sm90"))
+    monkeypatch.setattr(tune.select, "choose", lambda problem, machine, name: choice)
+    with (
+        pytest.raises(InvalidInput, match="backend got other; needs triton")
+        if backend == "other"
+        else nullcontext()
+    ):
+        tune.check_tunable(row, gpu, "auto")
+
+
+@pytest.mark.parametrize("what", ["targets", "sweep", "choose", "tune"])
+def test_what_is_sized_for_a_gpu_runs_elsewhere_only_by_name(what, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert commands.main([what]) == 2
+    assert "device got None; needs a GPU here, or the name of what to run on" in capsys.readouterr().err
 
 
 def test_a_table_is_put_back_whatever_happens():
