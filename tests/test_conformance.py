@@ -16,7 +16,7 @@ from anymla.models import MODELS
 from anymla.problem import OPS, Feature
 from anymla.verification import checks, eager, run
 from anymla.verification.batches import moved, num_sequences, take
-from anymla.verification.cases import AXES, DTYPES, FP8_QUERIES, INDEX_DTYPES, cases, offered
+from anymla.verification.cases import AXES, DTYPES, FP8_QUERIES, INDEX_DTYPES, MOST_CHOSEN, cases, offered
 from anymla.verification.inputs import (
     SINKS,
     decode_inputs,
@@ -94,6 +94,26 @@ class TestMatrix:
     def test_ids_are_distinct_and_the_same_every_time(self):
         assert len({case.id for case in FULL}) == len(FULL) > 800
         assert cases("cpu", CPU) == FULL
+
+    @pytest.mark.parametrize(("name", "chip"), [("cpu", "cpu"), ("triton", "sm90"), ("triton", "gfx942")])
+    def test_many_keys_are_chosen_of_every_format_by_few_and_many_heads(self, name, chip):
+        machine = machine_named(chip)
+        many = [case for case in cases(name, machine) if case.problem.topk == MOST_CHOSEN == 4096]
+        fnuz = machine.fp8_flavour == "e4m3fnuz"
+        formats = {"bf16"} | ({"fp8_e4m3fnuz", "fp8_ds_mla_fnuz"} if fnuz else {"fp8_e4m3fn", "fp8_ds_mla"})
+        asked = {(c.problem.kv_format, c.problem.num_heads) for c in many}
+        assert asked == {(kv_format, heads) for kv_format in formats for heads in (16, 128)}
+        for case in many:
+            assert case.check == "right" and min(case.seq_lens) > MOST_CHOSEN
+            assert (case.problem.kv_lora_rank, case.problem.qk_rope_head_dim) == (512, 64)
+            assert case.problem.features == {Feature.LSE, Feature.SINKS} and case.sinks != "none"
+        assert not [c for c in cases(name, machine, quick=True) if c.problem.topk == MOST_CHOSEN]
+
+    @pytest.mark.parametrize(
+        "case", [c for c in FULL if c.problem.topk == MOST_CHOSEN], ids=lambda case: case.id
+    )
+    def test_many_keys_are_attended_to(self, case):
+        checks.check_case(case, "cpu", CPU, torch.device("cpu")).require_pass()
 
     def test_a_planned_backend_is_offered_nothing(self):
         machine = machine_named("sm90")

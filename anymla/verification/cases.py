@@ -7,7 +7,7 @@ each sequence the result that it has in another order, or alone. A new row bring
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, combinations
+from itertools import chain, combinations, product
 from typing import Any
 
 import torch
@@ -41,6 +41,9 @@ INDEX_DTYPES = {
 
 WORK = 150_000_000
 """Products of a case, at most about: some tenths of a second for the fp64 reference."""
+
+MOST_CHOSEN = 4096
+"""Indices of a query token, each of another key: more than the 2048 of the models."""
 
 MOST_LONG = 128
 """Heads × query tokens of an indexer, at most, that ranks thousands of keys."""
@@ -205,6 +208,8 @@ def cases(backend: str, machine: Machine, *, quick: bool = False) -> tuple[Case,
         if op != "write_cache":
             again = [case for case in found if case.problem.op == op][:: 4 if quick else 5]
             found += [_in_other_batches(case, number) for number, case in enumerate(again)]
+        if op == "sparse_decode" and not quick:
+            found += _of_many_keys(machine.fp8_flavour)
     judged = (case for case in found if _fits(case))
     sorted_out = (case if offered(case.problem, backend, machine) else _refused(case) for case in judged)
     return tuple({case.id: case for case in chain(sorted_out, _beyond(able, backend, machine))}.values())
@@ -378,6 +383,19 @@ def _of_models(op: str, quick: bool) -> Iterator[Case]:
             if (problem, model.sm_scale) not in seen:
                 seen.add((problem, model.sm_scale))
                 yield _case(random.Random(f"{name} {op} {tp}"), problem, seed, model.sm_scale, name)
+
+
+def _of_many_keys(fp8_flavour: str) -> Iterator[Case]:
+    """Sparse decodes of MOST_CHOSEN keys with sinks and lse, at DeepSeek's widths."""
+    tiled = "fp8_ds_mla_fnuz" if fp8_flavour == "e4m3fnuz" else "fp8_ds_mla"
+    formats = ("bf16", f"fp8_{fp8_flavour}", tiled)
+    for seed, (kv_format, heads) in enumerate(product(formats, (16, 128))):
+        features = frozenset({Feature.LSE, Feature.SINKS})
+        problem = Problem(
+            "sparse_decode", "bf16", kv_format, heads, 512, 64, block_size=64, features=features
+        )
+        case = _case(random.Random(seed), replace(problem, topk=MOST_CHOSEN), seed)
+        yield replace(case, seq_lens=(MOST_CHOSEN + 300,))
 
 
 def _in_other_batches(case: Case, number: int) -> Case:
