@@ -108,8 +108,8 @@ class _Remembered(Generic[P, T]):
 
     def __call__(self, *asked: P.args, **named: P.kwargs) -> T:
         # A manifest that nobody imported yet has told nothing that could be out of date.
-        manifests = (sys.modules.get(row.manifest) for row in BACKENDS)
-        return self._answered(tuple(one.surroundings() for one in manifests if one), *asked, **named)
+        imported = (sys.modules.get(manifest) for manifest in dict.fromkeys(row.manifest for row in BACKENDS))
+        return self._answered(tuple(one.surroundings() for one in imported if one), *asked, **named)
 
 
 @_Remembered

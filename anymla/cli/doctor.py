@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 VERSIONS_OF = ("numpy", "transformers", "vllm", "typer", "rich")
 SHOWN_OF_A_RECORD = (
     "backend",
-    "how",
     "only",
     "op",
     "objects",
@@ -150,6 +149,7 @@ def _record_in_words(record: dict[str, Any]) -> str:
     if "error" in record:
         return f"{record['file']} cannot be read: {record['error']}"
     words = [f"{name.replace('_', ' ')} {record[name]}" for name in SHOWN_OF_A_RECORD if name in record]
+    words += [record["how"]] if "how" in record else []
     shares = [op["share"] for op in record.get("worst", {}).values() if op.get("share") is not None]
     return ", ".join(words + ([f"worst share of the budget {max(shares):.2f}"] if shares else []))
 

@@ -150,8 +150,8 @@ def test_evidence_of_this_chip_is_shown_and_a_torn_record_does_not_hide_the_rest
     assert (first["file"], first["backend"], first["cases"]) == ("cpu.json", "cpu", 9)
     assert (second["file"], "Expecting value" in second["error"]) == ("torn.json", True)
     text = " ".join(examined().split())
-    how = "how AITER's code objects, executed on the emulator, objects 784639297068"
-    assert f"backend cpu, {how}, cases 9, worst share of the budget 0.25" in text
+    how = "AITER's code objects, executed on the emulator"
+    assert f"backend cpu, objects 784639297068, cases 9, {how}, worst share of the budget 0.25" in text
     assert "torn.json cannot be read" in text
 
 

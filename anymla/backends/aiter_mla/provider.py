@@ -182,7 +182,7 @@ def recorded_aiter(release: str, arch: str) -> Aiter:
         as_written = {one.lower(): one for one in facts.releases()}
         alike = [as_written[one] for one in get_close_matches(release.lower(), as_written, cutoff=0.7)]
         known = f"{facts.releases()[0]} to {facts.newest_release()} and HEAD are"
-        known += f", of which {', '.join(alike)} come nearest" if alike else ""
+        known += f"; nearest: {', '.join(alike)}" if alike else ""
         unknown = dict.fromkeys(bindings.FUNCTIONS, (f"{name} is not recorded; {known}",))
         return Aiter(release, arch, unknown, (), None, frozenset(), frozenset())
     bound = {one: bindings.bind(one, bindings.recorded(one, release), name) for one in bindings.FUNCTIONS}
