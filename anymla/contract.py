@@ -5,11 +5,12 @@ V = v_head_dim, S new tokens of latent, K indices a query token.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from itertools import pairwise
 from numbers import Real
+from operator import index
 from typing import NamedTuple
 
 import torch
@@ -262,14 +263,15 @@ def check_tensor(
     axes = ", ".join("any" if s is None else str(s) for s in shape) + ("," if len(shape) == 1 else "")
     wanted = f"({axes})" + (f", {origin}" if origin else "")
     right = reasons.need(fits, name, f"shape {tuple(tensor.shape)}", wanted)
-    right &= reasons.need(
-        tensor.dtype in dtypes, name, f"dtype {_word(tensor.dtype)}", " or ".join(_word(d) for d in dtypes)
-    )
+    known = " or ".join(map(_word, dtypes))
+    right &= reasons.need(tensor.dtype in dtypes, name, f"dtype {_word(tensor.dtype)}", known)
     if device is not None:
-        right &= reasons.need(
-            tensor.device == device, name, f"device {tensor.device}", f"{device}, that of the queries"
-        )
+        here = f"{device}, that of the queries"
+        right &= reasons.need(tensor.device == device, name, f"device {tensor.device}", here)
     right &= reasons.need(tensor.layout == torch.strided, name, f"layout {tensor.layout}", "torch.strided")
+    if right and tensor.dim():
+        last = (tensor.shape[-1] - 1) * tensor.stride(-1)
+        right = reasons.need(last < 2**31, name, f"columns {last} elements apart", "less than 2**31")
     if right and packed:
         right = reasons.need(tensor.is_contiguous(), name, f"stride {tensor.stride(0)}", "contiguous memory")
     return right
@@ -367,9 +369,8 @@ def check_batch(
     lens = _host_values(reasons, "seq_lens_host", seq_lens, seq_lens_host, check)
     indptr = _host_values(reasons, "qo_indptr_host", qo_indptr, qo_indptr_host, check)
     for name, values, size in (("seq_lens_host", lens, num_seqs), ("qo_indptr_host", indptr, num_seqs + 1)):
-        if values is not None and not reasons.need(
-            len(values) == size, name, f"{len(values)} values", f"{size}"
-        ):
+        right = values is None or len(values) == size
+        if not reasons.need(right, name, f"{len(values or ())} values", f"{size}"):
             return None
 
     capacity = block_table.shape[1] * block_size
@@ -565,7 +566,7 @@ def _one_each(num_seqs: int, device: torch.device) -> Tensor:
     return _kept_one_each(num_seqs, device)
 
 
-@lru_cache(maxsize=256)
+@cache
 def _kept_one_each(num_seqs: int, device: torch.device) -> Tensor:
     return torch.arange(num_seqs + 1, dtype=torch.int32, device=device)
 
@@ -576,14 +577,16 @@ def _host_values(
     """The integers that the host knows; None where it knows none, or was given something else."""
     if given is None:
         return tuple(tensor.tolist()) if on_host(tensor) or (check and tensor.device.type != "meta") else None
-    values: object = given
-    if isinstance(given, Tensor) and on_host(given) and given.layout == torch.strided:
-        values = given.tolist()
-    # Of a tensor on a device not even a value may be asked for.
-    each = values if isinstance(values, Iterable) and not isinstance(values, Tensor) else [None]
-    counts = [count_of(value) for value in each]
-    reasons.need(None not in counts, name, shown(given), "integers that the host knows, or None")
-    return None if None in counts else tuple(v for v in counts if v is not None)
+    try:
+        if not isinstance(given, Tensor):
+            return tuple(map(index, given))
+        # Of a tensor on a device not even a value may be asked for.
+        if on_host(given) and given.layout == torch.strided:
+            return tuple(map(index, given.tolist()))
+    except TypeError:
+        pass
+    reasons.need(False, name, shown(given), "integers that the host knows, or None")
+    return None
 
 
 def shown(value: object) -> str:

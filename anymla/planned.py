@@ -6,6 +6,7 @@ T query tokens, H heads, L = kv_lora_rank, R = qk_rope_head_dim, P = qk_nope_hea
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
@@ -71,12 +72,13 @@ class Plan:
             f"False, {planned} return_lse=True",
         )
 
-    def _knows(self, reasons: Reasons, q: Tensor) -> None:
-        """Queries in fp8 are planned as such; what is planned so may come in more bits as well."""
-        if isinstance(q, Tensor) and q.dtype in contract.FP8_Q_DTYPES:
+    def _knows(self, reasons: Reasons, name: str, q: Tensor) -> None:
+        """Queries are of the planned dtype, for which kernels are chosen; for fp8 more bits do as well."""
+        if isinstance(q, Tensor):
             given, planned = canonical_name(str(q.dtype)), self.problem.q_dtype
+            known = given == planned or (planned.startswith("fp8") and q.dtype in contract.Q_DTYPES)
             needs = f"{planned}, as planned; plan again with q_dtype={q.dtype}"
-            reasons.need(given == planned, "ql_nope", f"dtype {given}", needs)
+            reasons.need(known, name, f"dtype {given}", needs)
 
 
 @dataclass
@@ -126,7 +128,7 @@ class DecodePlan(StepPlan):
         reasons = Reasons("decode")
         cache = self._opened(reasons, kv_cache, k_scale)
         self._allows(reasons, sinks, return_lse)
-        self._knows(reasons, ql_nope)
+        self._knows(reasons, "ql_nope", ql_nope)
         if cache is not None:
             tokens, heads = self.batch.num_tokens, self.problem.num_heads
             contract.check_queries(
@@ -168,7 +170,7 @@ class SparsePlan(Plan):
         reasons = Reasons("sparse_decode")
         cache = self._opened(reasons, kv_cache, k_scale)
         self._allows(reasons, sinks, return_lse)
-        self._knows(reasons, ql_nope)
+        self._knows(reasons, "ql_nope", ql_nope)
         contract.check_flags(reasons, check=check)
         tokens, heads = self.num_tokens, self.problem.num_heads
         if cache is not None and contract.check_queries(
@@ -220,6 +222,7 @@ class PrefillPlan(Plan):
         """Attend one layer's new tokens; all the rest is as in `prefill`."""
         reasons, problem, tokens = Reasons("prefill"), self.problem, self.batch.num_tokens
         self._allows(reasons, sinks, return_lse)
+        self._knows(reasons, "q_nope", q_nope)
         contract.check_scale(reasons, sm_scale)
         heads, width_p, width_r = problem.num_heads, problem.qk_nope_head_dim, problem.qk_rope_head_dim
         rank, width_v = problem.kv_lora_rank, problem.v_head_dim
@@ -275,8 +278,7 @@ class IndexPlan(StepPlan):
         if cache is not None and contract.check_index_queries(
             reasons, q, weights, cache, tokens, problem.num_heads
         ):
-            given, planned = canonical_name(str(q.dtype)), problem.q_dtype
-            reasons.need(given == planned, "q", f"dtype {given}", f"{planned}, as planned")
+            self._knows(reasons, "q", q)
             if out is not None:
                 check_output(reasons, "out", out, (tokens, problem.topk), (torch.int32,), q.device)
         reasons.raise_if_any()
@@ -290,7 +292,8 @@ class IndexPlan(StepPlan):
 
 def check_step(reasons: Reasons, batch: object) -> None:
     """Refuse what is not a Batch, at once: nothing else can be said of it."""
-    if not reasons.need(isinstance(batch, Batch), "batch", contract.shown(batch), "a Batch, from Batch.of"):
+    # Not the batch itself as a refusal would print it: its values are on a device.
+    if not reasons.need(isinstance(batch, Batch), "batch", type(batch).__name__, "a Batch, from Batch.of"):
         reasons.raise_if_any()
 
 
@@ -331,7 +334,10 @@ def check_output(
 ) -> None:
     """Note an output tensor that cannot be written in place."""
     if contract.check_tensor(reasons, name, tensor, shape, dtypes, device, "from the queries"):
-        own = all(n <= 1 or s > 0 for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        # From the innermost axis out, each begins behind all of those inside it.
+        axes = sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
+        spans = accumulate((s * (n - 1) for s, n in axes), initial=1)
+        own = tensor.numel() == 0 or all(s >= span for (s, _), span in zip(axes, spans, strict=False))
         reasons.need(own, name, f"strides {tensor.stride()}", "memory of its own for every element")
 
 

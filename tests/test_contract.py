@@ -8,7 +8,10 @@ import torch
 
 import anymla
 from anymla import Batch, InvalidInput, KVCache, plans
+from anymla.contract import check_tensor
+from anymla.errors import Reasons
 from anymla.models import MODELS
+from anymla.planned import check_output
 from anymla.problem import Feature
 
 
@@ -533,3 +536,43 @@ class TestOnADevice:
     def test_devices_must_agree(self) -> None:
         with pytest.raises(InvalidInput, match="kv_cache got device cpu; needs meta, that of the queries"):
             anymla.decode(**self.on_device() | {"kv_cache": torch.zeros(4, 4, 12)})
+
+
+def bf16_plan():
+    """A decode of one sequence of 3 tokens."""
+    batch = Batch.of(seq_lens=ints(3), block_table=ints(0)[None], block_size=4)
+    facts = {"num_heads": 2, "kv_lora_rank": 8, "qk_rope_head_dim": 4}
+    return anymla.plan_decode(batch, q_dtype=torch.bfloat16, kv_format="bf16", **facts)
+
+
+def test_a_plan_takes_queries_of_the_planned_dtype_alone():
+    plan = bf16_plan()
+    cache = torch.zeros(1, 4, 12).bfloat16()
+    for dtype in (torch.float32, torch.float16):
+        with pytest.raises(InvalidInput, match=r"ql_nope got dtype fp(32|16); needs bf16, as planned"):
+            plan.run(
+                torch.zeros(1, 2, 8, dtype=dtype), torch.zeros(1, 2, 4, dtype=dtype), cache, sm_scale=1.0
+            )
+
+
+@pytest.mark.parametrize(
+    ("strides", "right"), [((8, 4, 1), True), ((4, 8, 1), True), ((1, 8, 1), False), ((8, 1, 1), False)]
+)
+def test_no_two_elements_of_an_output_share_memory(strides, right):
+    reasons = Reasons("run")
+    out = torch.zeros(64).as_strided((2, 2, 4), strides)
+    check_output(reasons, "out", out, (2, 2, 4), (torch.float32,), out.device)
+    assert bool(reasons.found) is not right
+
+
+def test_columns_that_32_bits_cannot_count_are_refused():
+    reasons = Reasons("run")
+    far = torch.empty(1, device="meta").as_strided((1, 3), (1, 2**30))
+    check_tensor(reasons, "q", far, (1, 3), (torch.float32,))
+    assert "columns 2147483648 elements apart" in str(reasons.found)
+
+
+def test_updating_a_plan_reads_no_value_of_the_step(monkeypatch):
+    plan = bf16_plan()
+    monkeypatch.setattr(torch.Tensor, "__repr__", lambda tensor: pytest.fail("a tensor was printed"))
+    plan.update(plan.batch)
