@@ -60,7 +60,10 @@ def asked(code: str) -> dict[Key, tuple[int, ...]]:
 
 @lru_cache
 def asm_keys(source: str) -> dict[Key, tuple[int, ...]]:
-    """(chip, q, kv, heads, tokens, persistent, lse, causal) to (heads, persistent, tokens, causal, lse)."""
+    """(chip, q, kv, heads, tokens, persistent, lse, causal) to what is looked up and handed over.
+
+    That is heads, persistent, tokens, causal, lse, and whether the kernel is told heads instead of rows.
+    """
     body = source[source.index("mla_decode_stage1_asm_fwd(") :]
     start, call = body.index("int ps = persistent"), "std::string kernelName = get_heuristic_kernel_mla("
     end = body.index(call, start)
@@ -80,8 +83,8 @@ def asm_keys(source: str) -> dict[Key, tuple[int, ...]]:
         + declared
         + region
         + f"""
-    printf("%s %s %s %d %d %d %d %d : %d %d %d %d %d\\n", chip, kind[0], kind[1], H, q, P, L, C,
-           (int){heads}, (int){ps}, (int){tokens}, (int){causal}, (int)({lse}));
+    printf("%s %s %s %d %d %d %d %d : %d %d %d %d %d %d\\n", chip, kind[0], kind[1], H, q, P, L, C,
+           (int){heads}, (int){ps}, (int){tokens}, (int){causal}, (int)({lse}), args.s_MQA != 0);
    }} catch (int) {{}}
   }}
  }}
@@ -178,8 +181,11 @@ def wrapper(source: str, chip: str) -> tuple[Callable[..., Any], dict[str, Any]]
 
 
 @lru_cache
-def wrapper_lanes(source: str) -> tuple[dict[Key, int], dict[str, bool]]:
-    """(chip, q, kv, heads, tokens, persistent) to the heads that reach stage 1; and who is given an lse."""
+def wrapper_lanes(source: str) -> tuple[dict[Key, tuple[int, int]], dict[Key, bool]]:
+    """(chip, q, kv, heads, tokens, persistent) to the heads that reach stage 1 and the keys of a split.
+
+    Beside it, who is given an lse. Keys of a split are what the second stage takes for the least, else 0.
+    """
     lanes, gives = {}, {}
     for chip in CHIPS:
         call, notes = wrapper(source, chip)
@@ -194,11 +200,12 @@ def wrapper_lanes(source: str) -> tuple[dict[Key, int], dict[str, bool]]:
             except AssertionError:
                 continue
             stage1 = notes["attention"]
-            lanes[chip, q, kv, heads, tokens, persistent] = stage1[0].shape[1]
+            merge = notes.get("merge", {})
+            lanes[chip, q, kv, heads, tokens, persistent] = stage1[0].shape[1], merge.get("mgc", 0)
             gives["attention", persistent] = any(
                 isinstance(x, torch.Tensor) and x.dim() == 2 and x.dtype == torch.float32 for x in stage1
             )
-            gives["merge", persistent] = bool(notes.get("merge", {}).get("HAS_FINAL_LSE"))
+            gives["merge", persistent] = bool(merge.get("HAS_FINAL_LSE"))
     return lanes, gives
 
 

@@ -329,7 +329,10 @@ KNOBS = [
         {},
     ),
 ]
-EVERYWHERE = {"decode": {"finite_slot_0": 1}, "index_topk": {"finite_keys": 1, "max_cache_gib": 2}}
+EVERYWHERE = {
+    "decode": {"finite_slot_0": 1, "max_cache_gib": 4},
+    "index_topk": {"finite_keys": 1, "max_cache_gib": 2},
+}
 """What every call of AITER asks of its caller."""
 
 

@@ -20,6 +20,12 @@ class KernelCall(NamedTuple):
         lse_from: Where one comes from; see aiter_mla.facts.Dispatch.
         in_order: Whether folded heads keep the order of several query tokens.
         kernel: Name of the code object.
+        digest: What its bytes are known by; see aiter_mla.facts.
+        was_run: Whether these bytes were run by us, be it on the emulator.
+        reaches_far: Whether they were seen to find keys beyond 4 GiB.
+        told_heads: Whether the kernel is told the number of heads, where others are told that of rows.
+        step: Keys that AITER's second stage takes for the least of a split; 0 where a plan says.
+        whole_tails: Whether a plan never cuts off fewer keys than there are query tokens.
         switches: Environment variables of AITER that are set.
     """
 
@@ -33,6 +39,12 @@ class KernelCall(NamedTuple):
     lse_from: str
     in_order: bool
     kernel: str
+    digest: str
+    was_run: bool
+    reaches_far: bool
+    told_heads: bool
+    step: int
+    whole_tails: bool
     switches: frozenset[str] = frozenset()
 
 
@@ -46,10 +58,14 @@ _ROWS, _PERSISTENT, _LSE, _BF16, _FP8 = (
 )
 _MANY, _FOLDED = Between(2, 8), Between(2, 8)
 _EMULATED = "emulated: AITER's code objects at e4048607, run on a CDNA emulator"
+_OLD = "emulated: AITER's code objects before 0.1.17, run on a CDNA emulator"
 _VLLM = "vLLM 0.33, vllm/_aiter_ops.py, rocm_aiter_mla_decode_fwd_lse"
 _OLD_64 = "MLA_A16W16_1TG_4W_64mx1_16nx1_Coex0_Msk1_QH16"
 _OLD_32 = "MLA_A16W16_1TG_4W_32mx1_16nx1_Coex0_Msk1_QH16"
 _NEW_32 = "MLA_A16W16_1TG_4W_16mx4_32nx1_Coex0_Msk1_QH16"
+_RANDOM_NAN = one_of(
+    "643938cae2fa", "63922638d549", "d5d5936458ee", "1da580e3e228", "793d0a352086", "1b5fb1eb9541"
+)
 _128 = "mla_dec_stage1_bf16_a16w16_subQ128_mqa128"
 _FP8_SEVERAL = one_of("mla_a8w8_qh16_qseqlen2_gqaratio16", "mla_a8w8_qh128_m32x4_n16x2_msk1")
 
@@ -61,12 +77,10 @@ def _kernel(
     refuse: str = "",
     knob: str = "",
     value: int = 0,
-    until: str = "",
     **when: Rule,
 ) -> Quirk:
     """A row of KERNEL_QUIRKS."""
-    package = "aiter" if until else ""
-    return Quirk("aiter", arch, source, when, refuse, knob, value, package, until)
+    return Quirk("aiter", arch, source, when, refuse, knob, value)
 
 
 KERNEL_QUIRKS: tuple[Quirk, ...] = (
@@ -252,10 +266,10 @@ KERNEL_QUIRKS: tuple[Quirk, ...] = (
         "github.com/ROCm/aiter #2319, first in 0.1.12: tiles of 32 keys were merged as if of 16",
         knob="num_kv_splits",
         value=1,
-        until="0.1.12",
         persistent=_ROWS,
         q=_FP8,
         lanes=one_of(128),
+        step=one_of(16),
     ),
     _kernel(
         one_of("gfx950"),
@@ -291,9 +305,7 @@ KERNEL_QUIRKS: tuple[Quirk, ...] = (
         one_of("gfx942"),
         "github.com/ROCm/aiter #3128, first in 0.1.15: it asked for 160 KiB of LDS and never ran",
         refuse="AITER's kernel of 8 heads does not fit gfx942",
-        until="0.1.15",
-        lanes=one_of(8),
-        persistent=_ROWS,
+        digest=one_of("b7f4d5c7fe10"),
     ),
     _kernel(
         _CDNA,
@@ -360,12 +372,50 @@ KERNEL_QUIRKS: tuple[Quirk, ...] = (
         switches=asks("AITER_MLA_META_USE_PARALLEL"),
     ),
     _kernel(
-        one_of("gfx950"),
-        "github.com/ROCm/aiter #4341, #4452, in 0.1.20: offsets beyond 4 GiB wrapped",
+        _CDNA,
+        f"{_EMULATED}: offsets wrap; github.com/ROCm/aiter #3988, #4341, #4452: mended on gfx950",
         knob="max_cache_gib",
         value=4,
-        until="0.1.20",
-        kernel=ANY,
+        reaches_far=one_of(False),
+    ),
+    _kernel(
+        one_of("gfx950"),
+        f"{_OLD}: 9 to 13 times out of budget, with one query token and with several",
+        refuse="this AITER's persistent fp8 kernel of 32 heads and 4 tokens is wrong",
+        digest=one_of("3c386201516f", "178e06fe53da", "fed9b3e27f0b"),
+    ),
+    _kernel(
+        one_of("gfx950"),
+        f"{_OLD}: 12 times out of budget",
+        refuse="this AITER's persistent fp8 kernel of 32 heads is wrong",
+        digest=one_of("3ff1ad2fbe7f"),
+    ),
+    _kernel(
+        one_of("gfx950"),
+        f"{_OLD}: the lse is wrong with 32 heads and 2 tokens",
+        refuse="this AITER's persistent bf16 kernel of 64 heads gives a wrong lse of several tokens",
+        digest=one_of("eeecc67d1b44"),
+        q_len=_MANY,
+    ),
+    _kernel(
+        one_of("gfx950"),
+        "github.com/ROCm/aiter #3988, first in 0.1.17: 'random nan'; which of the older objects is not said",
+        refuse="this AITER's persistent bf16 kernel of 32 heads and 4 tokens gives NaN at times",
+        digest=_RANDOM_NAN,
+    ),
+    _kernel(
+        _CDNA,
+        "github.com/ROCm/aiter #2106, #2128, first in 0.1.11: parts of which a token sees no key gave NaN",
+        refuse="this AITER cuts off tails of fewer keys than there are query tokens, which come out as NaN",
+        persistent=_PERSISTENT,
+        q_len=_MANY,
+        whole_tails=one_of(False),
+    ),
+    _kernel(
+        _CDNA,
+        "names stay while bytes change: of one, those of 0.1.16 are 9 times out of budget, those since right",
+        refuse="the bytes of AITER's kernel are none that were run; anymla verify --aiter runs them",
+        was_run=one_of(False),
     ),
     _kernel(
         _CDNA,

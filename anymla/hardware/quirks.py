@@ -138,15 +138,6 @@ QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         backend="aiter",
         arch=_CDNA,
-        when=_PAGED_INDEX,
-        refuse="this AITER's indexer reads pages of one token, or shuffled keys",
-        package="aiter",
-        until="0.1.20",
-        source="github.com/ROCm/aiter #4440: pages of more tokens were read as if of one",
-    ),
-    Quirk(
-        backend="aiter",
-        arch=_CDNA,
         when={"op": one_of("index_topk")},
         knob="max_cache_gib",
         value=2,

@@ -1,10 +1,14 @@
 """What AITER's releases have, as recorded beside this file: parameters, kernel tables, and what they look up.
 
+Code objects keep their names while their bytes change, so each is known by a digest, a part of its git blob
+id, and `executed.json` has those that were run on the emulator; `scripts/record_aiter` writes all of it.
+
 AITER's dispatch code turns a call into the key of a row of its kernel table, and ends the process where there
 is no such row. That code differs between releases in ways that no parameter shows, so a dispatch is known by
 the contents of its three files.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +17,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 _FOLDER = Path(__file__).parent / "facts"
+DIGITS = 12
+"""Of a digest."""
+_PAGES_OF_STAGE1 = "KVBlockSize=block_size"
+"""What AITER's indexer says where it takes logits of each head from pages of several tokens."""
 
 
 class Kernel(NamedTuple):
@@ -31,11 +39,20 @@ class Kernel(NamedTuple):
 
 
 class Lookup(NamedTuple):
-    """What head count, query tokens and mode decide of the key; `fold` groups of heads become rows."""
+    """What head count, query tokens and mode decide.
+
+    Attributes:
+        heads, persistent, q_len: Of the key.
+        told_heads: Whether the kernel is told how many heads there are, where others are told how many rows.
+        step: Keys that the second stage takes for the least of a split; 0 where there is none.
+        fold: Groups of heads that become rows of their own.
+    """
 
     heads: int
     persistent: int
     q_len: int
+    told_heads: bool
+    step: int
     fold: int
 
 
@@ -48,11 +65,13 @@ class Dispatch:
         lse_from: For modes "rows" and "persistent", where an lse comes from: "garbage" (memory that nothing
             wrote), "keyed" (a row of its own) or "merged" (AITER's second stage).
         tokens_fold_in_order: Whether heads folded into rows keep the order of several query tokens.
+        whole_tails: Whether a plan never cuts off fewer keys than there are query tokens.
     """
 
     causal_rows: bool
     lse_from: Mapping[str, str]
     tokens_fold_in_order: bool
+    whole_tails: bool
     lookups: Mapping[str, Mapping[str, str]]
 
     def look_up(
@@ -64,8 +83,8 @@ class Dispatch:
         if cell == "-":
             return None
         key, _, fold = cell.partition("/")
-        row_heads, row_persistent, row_q_len = map(int, key.split("."))
-        return Lookup(row_heads, row_persistent, row_q_len, int(fold or 1))
+        row_heads, row_persistent, row_q_len, told_heads, step = map(int, key.split("."))
+        return Lookup(row_heads, row_persistent, row_q_len, bool(told_heads), step, int(fold or 1))
 
 
 def mode(persistent: bool) -> str:
@@ -100,9 +119,21 @@ def recorded_parameters(function: str, release: str) -> str | None:
 
 def recorded_kernels(release: str, arch: str) -> tuple[Kernel, ...]:
     """The kernel table of a release for a chip; () where it has none."""
-    row = _kernels()[1].get(release)
-    table = _read("kernels.json")["tables"][row[arch]] if row and arch in row else ()
-    return tuple(kernel_from(line.split()) for line in table)
+    return tuple(kernel_from(line.split()[:-1]) for line in _table(release, arch))
+
+
+def recorded_digest(release: str, arch: str, code_object: str) -> str:
+    """The digest of a code object in the kernel table of a release."""
+    return next(digest for *_, name, digest in map(str.split, _table(release, arch)) if name == code_object)
+
+
+def digest_of(path: Path) -> str:
+    """The digest of a file; "" where there is none."""
+    try:
+        text = path.read_bytes()
+    except OSError:
+        return ""
+    return hashlib.sha1(b"blob %d\0" % len(text) + text, usedforsecurity=False).hexdigest()[:DIGITS]
 
 
 def recorded_dispatch(release: str) -> Dispatch | None:
@@ -125,11 +156,36 @@ def dispatch_with(blobs: Mapping[str, str]) -> Dispatch | None:
     return None
 
 
+def was_run(arch: str, digest: str) -> bool:
+    """Whether a code object was run on the emulator, whatever came out; quirks say where that was wrong."""
+    return digest in _read("executed.json")[arch]
+
+
+def reaches_far(arch: str, digest: str) -> bool:
+    """Whether a code object was seen to find keys beyond 4 GiB and 2 ** 24 slots."""
+    return bool(_read("executed.json")[arch].get(digest, {}).get("far"))
+
+
+def reads_index_pages(source: str) -> bool:
+    """Whether the indexer of this source takes pages of several tokens."""
+    return _PAGES_OF_STAGE1 in source
+
+
+def recorded_index_pages(release: str) -> bool:
+    """The same of a release; one before kernel tables has none."""
+    return bool(_kernels()[1].get(release, {}).get("index_pages"))
+
+
 def kernel_from(fields: list[str]) -> Kernel:
     """A row from its ten fields as text."""
     q, kv, *numbers, code_object = fields
     heads, persistent, q_len, prefill, causal, lse, round_robin = map(int, numbers)
     return Kernel(q, kv, heads, persistent, q_len, prefill, causal, lse, round_robin, code_object)
+
+
+def _table(release: str, arch: str) -> list[str]:
+    row = _kernels()[1].get(release)
+    return list(_read("kernels.json")["tables"][row[arch]]) if row and arch in row else []
 
 
 @lru_cache(maxsize=1)
@@ -140,6 +196,7 @@ def _dispatches() -> tuple[Dispatch, ...]:
             causal_rows=one["causal"] == "asked",
             lse_from={"rows": one["lse_rows"], "persistent": one["lse_persistent"]},
             tokens_fold_in_order=one["tokens_fold_in_order"],
+            whole_tails=one["whole_tails"],
             lookups={name: facts["lookups"][at] for name, at in one["lookups"].items()},
         )
         for one in facts["dispatches"]
@@ -152,6 +209,6 @@ def _kernels() -> tuple[str, dict[str, Any]]:
     return facts["source"], {canonical_release(name): row for name, row in facts["releases"].items()}
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=3)
 def _read(name: str) -> dict[str, Any]:
     return dict(json.loads((_FOLDER / name).read_text()))

@@ -7,6 +7,8 @@ Indexer and cache writers have no table: there a call is accepted if its functio
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -15,12 +17,14 @@ from anymla.backends.aiter_mla.calls import import_apart, import_failure
 from anymla.backends.aiter_mla.facts import Dispatch, Kernel, mode
 from anymla.backends.aiter_mla.provider import Aiter, aiter_of, commit_of, environment
 from anymla.hardware.kernel_quirks import KERNEL_QUIRKS, KernelCall
-from anymla.hardware.probe import NEWEST, PACKAGES, Machine
+from anymla.hardware.probe import PACKAGES, Machine
 from anymla.hardware.quirks import Quirk, Weighed
 from anymla.problem import Feature, Problem
 
 LANES = tuple(range(8, 129, 8))
 """Head counts that AITER's planner can be asked for."""
+
+_takes_unrun = ContextVar("takes_unrun", default=False)
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,18 @@ def _advice(refusals: Collection[str], failures: Collection[str]) -> str:
     return "python -c 'import aiter.mla' shows the whole error" if failures else ""
 
 
+@contextmanager
+def taking_unrun_objects() -> Iterator[None]:
+    """Take code objects that nobody ran as if somebody had: for whoever is about to run them."""
+    token = _takes_unrun.set(True)
+    route_of.cache_clear()
+    try:
+        yield
+    finally:
+        _takes_unrun.reset(token)
+        route_of.cache_clear()
+
+
 def prefill_lanes(aiter: Aiter) -> tuple[int, ...]:
     """Heads that a launch of prefill may have, rising: what its reducer has, in sixteens as AITER is used."""
     return tuple(sorted(lanes for lanes in aiter.prefill_reducers if lanes % 16 == 0))
@@ -145,10 +161,9 @@ def route_of(problem: Problem, aiter: Aiter, q_len: int) -> tuple[Route | None, 
 
 
 def quirks_of(call: KernelCall, aiter: Aiter) -> tuple[Quirk, ...]:
-    """The quirks that a kernel has in this release."""
-    version = NEWEST if aiter.release == "HEAD" else aiter.release
-    packages = {"aiter": version}
-    return tuple(q for q in KERNEL_QUIRKS if q.applies(call, "aiter", aiter.arch, packages))
+    """The quirks that a kernel has in this AITER."""
+    # Builds name themselves as they like, so no row asks for a version.
+    return tuple(q for q in KERNEL_QUIRKS if q.applies(call, "aiter", aiter.arch, {}))
 
 
 def _called(problem: Problem) -> tuple[str, ...]:
@@ -186,7 +201,21 @@ def _prefill(problem: Problem, aiter: Aiter) -> Weighed:
 def _index_topk(problem: Problem, aiter: Aiter) -> Weighed:
     """Logits of keys in tiles, in pages of one token, or in pages of several: a function for each."""
     name, needs = bindings.index_logits(problem.kv_format, problem.block_size)
-    return Weighed(_lacking(aiter, name, needs))
+    reasons = _lacking(aiter, name, needs)
+    if not reasons and name == "deepgemm_fp8_paged_mqa_logits_stage1" and not _reads_index_pages(aiter):
+        # github.com/ROCm/aiter #4440: pages of more tokens were read as if of one.
+        reasons = ("this AITER's indexer reads pages of one token, or shuffled keys",)
+    return Weighed(reasons)
+
+
+@lru_cache(maxsize=256)
+def _reads_index_pages(aiter: Aiter) -> bool:
+    """Whether its indexer takes pages of several tokens: by the source that is here, or as recorded."""
+    if aiter.root is None:
+        return facts.recorded_index_pages(aiter.release)
+    modules = bindings.FUNCTIONS["deepgemm_fp8_paged_mqa_logits_stage1"].modules
+    paths = [aiter.root.joinpath(*module.split(".")).with_suffix(".py") for module in modules]
+    return any(facts.reads_index_pages(path.read_text()) for path in paths if path.is_file())
 
 
 def _write_cache(problem: Problem, aiter: Aiter) -> Weighed:
@@ -240,8 +269,22 @@ def _calls(
                     lse_from,
                     dispatch.tokens_fold_in_order,
                     kernel.code_object,
+                    digest := _digest(aiter, kernel.code_object),
+                    _takes_unrun.get() or facts.was_run(aiter.arch, digest),
+                    facts.reaches_far(aiter.arch, digest),
+                    found.told_heads,
+                    found.step,
+                    dispatch.whole_tails,
                     aiter.switches,
                 )
+
+
+@lru_cache(maxsize=4096)
+def _digest(aiter: Aiter, code_object: str) -> str:
+    """What the bytes of a code object are known by: of the file that is here, or of a recorded one."""
+    if aiter.objects is None:
+        return facts.recorded_digest(aiter.release, aiter.arch, code_object)
+    return facts.digest_of(aiter.objects / f"{code_object}.co")
 
 
 def _row(aiter: Aiter, key: tuple[str | int, ...]) -> Kernel | None:

@@ -5,17 +5,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from anymla import select
+from anymla.backends import BACKENDS
 from anymla.contract import AttentionOutput, Batch
 from anymla.errors import AnyMLAError
 from anymla.hardware.probe import Machine
 from anymla.plans import decode_plan
 from anymla.problem import Feature, Problem
+from anymla.verification.aiter_objects import findings
+from anymla.verification.aiter_objects.code_object import CodeObjectError
 from anymla.verification.aiter_objects.findings import EDGES, Finding
 from anymla.verification.aiter_objects.launch import Objects
 from anymla.verification.aiter_objects.scenes import (
@@ -25,10 +30,15 @@ from anymla.verification.aiter_objects.scenes import (
     Scene,
     scene,
 )
-from anymla.verification.aiter_objects.stand_in import NotModelled, StandIn
+from anymla.verification.aiter_objects.stand_in import NotModelled, StandIn, kernel_of
+from anymla.verification.amdgcn.parse import Unknown
 from anymla.verification.judge import wrong
 
-HEADS = (5, 8, 16, 24, 32, 48, 64, 96, 128)
+HEADS = (5, *range(8, 129, 8))
+"""Every number that AITER's planner can be asked for, and one that is padded."""
+Q_LENS = (1, 2, 3, 4)
+UNNAMED = "unnamed"
+"""A release that nothing says."""
 LENS = (5, 33, 70)
 """Keys of each sequence where only a few are asked for; else those of findings.EDGES."""
 UNITS = 6
@@ -54,7 +64,7 @@ def calls() -> Iterator[Call]:
     """Every one that is asked."""
     for q, kv in DTYPES:
         for heads in HEADS:
-            for q_len in (1, 2, 4):
+            for q_len in Q_LENS:
                 for lse in (False, True):
                     yield Call(q, kv, heads, q_len, lse)
 
@@ -64,9 +74,15 @@ class NotTaken(AnyMLAError, RuntimeError):
 
 
 def examine(
-    objects: Objects, root: Path, release: str, not_run: dict[str, str], *, quick: bool = False
+    objects: Objects,
+    root: Path,
+    release: str,
+    not_run: dict[str, str],
+    *,
+    quick: bool = False,
+    seen: set[object] | None = None,
 ) -> Iterator[Finding]:
-    """Run every route that the adapter takes.
+    """Run every route that the adapter takes, of code objects that nobody ran too.
 
     Args:
         objects: The code objects.
@@ -74,57 +90,84 @@ def examine(
         release: What its package calls it, "" where nothing says.
         not_run: Filled with calls of which nothing can be said, and why.
         quick: Fewer lengths.
+        seen: What was run before and is not again; added to.
 
     Raises:
         NotTaken: there is no route.
     """
-    packages = (("aiter", release), ("torch", ""), ("triton", ""))
+    packages = (("aiter", release or UNNAMED), ("torch", ""), ("triton", ""))
     machine = Machine(objects.chip, packages, multiprocessors=UNITS)
-    seen: set[object] = set()
+    seen = set() if seen is None else seen
     why: dict[str, None] = {}
+    taken = False
     for call in calls():
         stand_in = StandIn(objects, UNITS)
-        with _on_path(root), stand_in.installed():
+        with _on_path(root), stand_in.installed(), _taking_anything():
             verdict = next(v for v in select.explain(_problem(machine, call), machine) if _is_ours(v))
             if not verdict.accepted:
                 why.update(dict.fromkeys(verdict.reasons))
                 continue
+            route, taken = _route(machine, call), True
+            key = (route.call._replace(lse_from="", in_order=True), *sorted(route.knobs.items()))
+            if key in seen:
+                continue
+            seen.add(key)
             try:
-                found = _run(objects.chip, stand_in, machine, call, LENS if quick else EDGES, seen)
-            except NotModelled as reason:
-                not_run[f"our adapter, {call}"], found = str(reason), None
-        if found is not None:
-            yield found
-    if not seen:
+                found = _run(objects.chip, stand_in, machine, call, LENS if quick else EDGES)
+                found.facts["digest"] = route.call.digest
+                if route.call.digest not in seen:
+                    far = findings.finds_far_keys(objects, kernel_of(objects, route.call))
+                    found.facts["far keys"] = "found" if far else "missed"
+                    seen.add(route.call.digest)
+            except (NotModelled, CodeObjectError, Unknown) as reason:
+                not_run[f"our adapter, {call}"] = str(reason)
+                continue
+        yield found
+    if not taken:
         raise NotTaken("; ".join(why))
 
 
-def _run(
-    chip: str, stand_in: StandIn, machine: Machine, call: Call, lens: tuple[int, ...], seen: set[object]
-) -> Finding | None:
-    """Run a call, unless its route was run before."""
+def _run(chip: str, stand_in: StandIn, machine: Machine, call: Call, lens: tuple[int, ...]) -> Finding:
+    """Run a call."""
     lens = tuple(n for n in lens if n >= call.q_len)
     began, made = time.monotonic(), scene(chip, call.q, call.kv, call.heads, lens, call.q_len)
     plan = decode_plan(_batch(made), _problem(machine, call), "aiter", machine)
     route = plan.state.layout.route
-    knobs = {knob: str(value) for knob, value in sorted(route.knobs.items())}
-    key = (route.call, *knobs.items())
-    if key in seen:
-        return None
-    seen.add(key)
     stand_in.chosen = route.call
     q = made.exact_q()
     try:
         got = plan.run(q[..., :LATENT], q[..., LATENT:], made.cache, sm_scale=SM_SCALE, return_lse=call.lse)
         judged = made.judged(AttentionOutput(got.out, got.lse))
-    except NotModelled:
+    except (NotModelled, CodeObjectError, Unknown):
         raise
     except AnyMLAError as error:
         judged = wrong(str(error))
     outcome = "wrong" if judged.reasons else "undecided" if stand_in.undecided else "right"
     name = f"{call}: {', '.join(dict.fromkeys(stand_in.launched))}"
     why, timing = next(iter(judged.reasons), ""), len(stand_in.undecided)
+    knobs = {knob: str(value) for knob, value in sorted(route.knobs.items())}
     return Finding(name, outcome, judged.share, why, knobs, timing, time.monotonic() - began)
+
+
+def _manifest() -> Any:
+    """What knows the routes of the backend."""
+    return import_module(next(row.manifest for row in BACKENDS if row.name == "aiter"))
+
+
+def _route(machine: Machine, call: Call) -> Any:
+    """The route of a call that is taken: that of its query tokens, or else of one at a time."""
+    route_of, aiter = _manifest().route_of, _manifest().aiter_of(machine)
+    problem = _problem(machine, call)
+    return route_of(problem, aiter, call.q_len)[0] or route_of(problem, aiter, 1)[0]
+
+
+@contextmanager
+def _taking_anything() -> Iterator[None]:
+    """What is run here counts as run."""
+    select.explain.cache_clear(), select.choose.cache_clear()
+    with _manifest().taking_unrun_objects():
+        yield
+    select.explain.cache_clear(), select.choose.cache_clear()
 
 
 def _is_ours(verdict: select.Verdict) -> bool:

@@ -1,9 +1,11 @@
 """What single kernels do: whether they are right, what they write, read and leave out, at every tile edge."""
 
+import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +15,7 @@ from anymla.verification.aiter_objects.kernels import Kernel
 from anymla.verification.aiter_objects.launch import Faulted, Objects, Ran
 from anymla.verification.aiter_objects.scenes import LATENT, SM_SCALE, Scene, scene
 from anymla.verification.aiter_objects.stages import (
+    Operands,
     operands,
     read_splits,
     run_persistent,
@@ -24,6 +27,8 @@ EDGES = (3, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 193, 257)
 """Keys of each sequence: a key short of, at and past the end of every tile that these kernels have."""
 FEW = (3, 17, 33, 77, 520)
 """The same in short; the last is long enough to be cut by a plan."""
+BEFORE = (1 << 24) + 1
+"""Slots before those of far keys: their ids need more than 24 bits, their addresses more than 32."""
 UNITS = 6
 """Workgroups of a persistent kernel: few enough that some rows are cut and some are not."""
 OUTCOMES = ("right", "undecided", "wrong", "faults")
@@ -48,7 +53,7 @@ class Finding:
     outcome: str
     share: float
     why: str
-    facts: Mapping[str, str]
+    facts: dict[str, str]
     timing: int
     seconds: float
 
@@ -153,6 +158,39 @@ def _persistent(objects: Objects, kernel: Kernel, lens: tuple[int, ...], notes: 
     poisoned = scene(objects.chip, kernel.q, kernel.kv, kernel.heads, lens, kernel.q_len, poisoned=True)
     again = run_persistent(objects, kernel, operands(poisoned, SM_SCALE), plan)
     _slot_0(made, again.result.out, notes)
+
+
+def finds_far_keys(objects: Objects, kernel: Kernel) -> bool:
+    """Whether the result is the same, bit for bit, where BEFORE slots lie before those of the keys.
+
+    Args:
+        objects: Where it is.
+        kernel: Which, right or not.
+
+    Raises:
+        Faulted: it goes astray with keys nearby.
+    """
+    made = scene(objects.chip, kernel.q, kernel.kv, kernel.heads, FEW[1:4], kernel.q_len)
+    near = operands(made, SM_SCALE)
+    expected = _result(objects, kernel, near)
+    size = (BEFORE + len(near.kv)) * near.kv[0].nbytes
+    # What nobody writes of a file takes no place, so most of the cache is only an address.
+    with tempfile.TemporaryFile() as hole:
+        memory = torch.from_numpy(np.memmap(hole, np.uint8, "w+", shape=(size,)))
+        kv = memory.view(near.kv.dtype).view(-1, near.kv.shape[1])
+        kv[BEFORE:] = near.kv
+        try:
+            got = _result(objects, kernel, replace(near, kv=kv, slots=near.slots + BEFORE))
+        except Faulted:
+            return False
+    return torch.equal(got.nan_to_num(), expected.nan_to_num())
+
+
+def _result(objects: Objects, kernel: Kernel, given: Operands) -> Tensor:
+    if not kernel.persistent:
+        return run_rows(objects, kernel, given, 2).out
+    plan = planner.planned(given.kv_indptr, heads=kernel.heads, q_len=kernel.q_len, units=UNITS)
+    return run_persistent(objects, kernel, given, plan).result.out
 
 
 def _slot_0(made: Scene, poisoned: Tensor, notes: _Notes) -> None:

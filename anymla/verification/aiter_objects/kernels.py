@@ -14,7 +14,7 @@ class Kernel:
         q_len: Query tokens a sequence that it is tried with.
         rows: Rows (heads times query tokens) of a workgroup; 0 for a persistent kernel.
         step: Keys that AITER's second stage takes for the least of a split; 0 for a persistent kernel.
-        heads_alone: Whether it is told the number of heads where others are told that of rows.
+        told_heads: Whether it is told the number of heads, where others are told that of rows.
         chips: Where it is tried.
     """
 
@@ -25,7 +25,7 @@ class Kernel:
     q_len: int
     rows: int = 0
     step: int = 0
-    heads_alone: bool = False
+    told_heads: bool = False
     chips: tuple[str, ...] = ("gfx942", "gfx950")
 
     @property
@@ -48,13 +48,14 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("mla_a16w16_qh16_m32x4_n16x1_coex0_mask1", "bf16", "bf16", 16, 8, 128, 16),
     Kernel("mla_a16w16_qh8_qseqlen1_gqaratio8_v3", "bf16", "bf16", 8, 1, 8, 64),
     Kernel(
-        "mla_a16w16_qh8_qseqlen2_gqaratio8_causal", "bf16", "bf16", 8, 2, 16, 64, heads_alone=True, chips=_950
+        "mla_a16w16_qh8_qseqlen2_gqaratio8_causal", "bf16", "bf16", 8, 2, 16, 64, told_heads=True, chips=_950
     ),
     Kernel(_OLD_32, "bf16", "bf16", 32, 1, 64, 16),
     Kernel(_NEW_32, "bf16", "bf16", 32, 1, 64, 16, chips=_950),
     Kernel(_OLD_64, "bf16", "bf16", 64, 1, 64, 16, chips=_942),
     Kernel(_OLD_64, "bf16", "bf16", 64, 2, 64, 16, chips=_950),
     Kernel("mla_a16w16_qh64_qseqlen1_gqaratio64_v3", "bf16", "bf16", 64, 1, 64, 32, chips=_950),
+    Kernel("mla_a16w16_qh64_qseqlen1_gqaratio64_lse_v3", "bf16", "bf16", 64, 1, 64, 32, chips=_950),
     Kernel("mla_dec_stage1_bf16_a16w16_subQ128_mqa128", "bf16", "bf16", 128, 1, 128, 16),
     Kernel("mla_a8w8_qh8_qseqlen1_gqaratio8_v1", "fp8", "fp8", 8, 1, 8, 64, chips=_942),
     Kernel("mla_a8w8_qh8_qseqlen1_gqaratio8_v3", "fp8", "fp8", 8, 1, 8, 64, chips=_950),
@@ -67,7 +68,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("mla_a16w16_qh16_m16x4_n16x1_coex0_mask1_lse_ps", "bf16", "bf16", 16, 1, chips=_950),
     Kernel("mla_dec_stage1_bf16_a16w16_subQ16_mqa16_ps", "bf16", "bf16", 8, 2, chips=_942),
     *(
-        Kernel(f"mla_a16w16_{shape}{lse}{end}", "bf16", "bf16", heads, q_len, heads_alone=True, chips=_950)
+        Kernel(f"mla_a16w16_{shape}{lse}{end}", "bf16", "bf16", heads, q_len, told_heads=True, chips=_950)
         for shape, end, heads, q_len in (
             ("qh64_qseqlen1_gqaratio64", "_v3_ps", 64, 1),
             ("qh64_qseqlen1_gqaratio64", "_v3_ps", 32, 1),
@@ -84,22 +85,26 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel("mla_a8w8_qh64_qseqlen1_gqaratio64_v3_ps", "fp8", "fp8", 64, 1, chips=_942),
     Kernel("mla_a8w8_qh64_qseqlen1_gqaratio64_lse_v3_ps", "fp8", "fp8", 64, 1, chips=_942),
     Kernel("mla_a8w8_qh128_m32x4_n16x2_msk0_ps", "fp8", "fp8", 128, 1, chips=_942),
+    Kernel("mla_a8w8_qh128_m32x4_n16x2_msk0_lse_ps", "fp8", "fp8", 128, 1, chips=_950),
     *(
-        Kernel(f"mla_a8w8_{shape}{lse}{end}", "fp8", "fp8", heads, q_len, heads_alone=alone, chips=_950)
+        Kernel(f"mla_a8w8_{shape}{lse}{end}", "fp8", "fp8", heads, q_len, told_heads=alone, chips=_950)
         for shape, end, heads, q_len, alone in (
             ("qh16_qseqlen4_gqaratio16", "_v3_ps", 16, 4, True),
             ("qh32_qseqlen1_gqaratio32", "_ps", 32, 1, False),
             ("qh32_qseqlen4_gqaratio32", "_ps", 32, 4, True),
             ("qh32_qseqlen4_gqaratio8", "_ps", 8, 4, False),
+            ("qh32_qseqlen2_gqaratio32", "_v3_ps", 32, 2, False),
+            ("qh64_qseqlen1_gqaratio64", "_v3_ps", 64, 1, False),
+            ("qh64_qseqlen4_gqaratio16", "_ps", 16, 4, False),
         )
         for lse in ("", "_lse")
     ),
 )
-"""Source: AITER at e4048607, asm_mla.cu (rows of a workgroup) and mla.py (keys of a split)."""
+"""Source: AITER at e4048607 and before, asm_mla.cu (rows of a workgroup) and mla.py (keys of a split)."""
 
 NOT_TRIED = {
     "_pfl_": "a prefill kernel",
-    "_msk0": "its rows see all keys, which no call here asks for",
+    "_msk0": "it masks no key, and another runs calls of one token",
     "_cprr": "it is for context parallel ranks in turn",
     "_page": "it reads pages of several tokens",
     "_ds32": "it reads rows of another format",

@@ -134,7 +134,7 @@ def _run(
     assert q is not None and kv is not None
     values: dict[str, float | int] = {
         "scalar": sm_scale,
-        "s_MQA": kernel.heads * (1 if kernel.heads_alone else kernel.q_len),
+        "s_MQA": kernel.heads * (1 if kernel.told_heads else kernel.q_len),
         "s_kv_split": splits,
         "s_Q_Bs": q.stride(0) * q.element_size() * kernel.q_len,
         "s_Bs": kv.stride(0) * kv.element_size(),
@@ -150,7 +150,9 @@ def _run(
             for name in ("work_indptr", "work_info_set")
         ]
         values["STP"] = memory.map(_padded(torch.tensor([*lists, *[0] * 8]), spare), writable=False)
-    buffers = {name: _padded(tensor, spare) for name, tensor in results.items() if tensor is not None}
+    buffers = {
+        name: _padded(tensor, spare, own=True) for name, tensor in results.items() if tensor is not None
+    }
     for name, buffer in buffers.items():
         values[name] = memory.map(buffer)
     arguments = b"".join(
@@ -174,7 +176,9 @@ def _run(
     return frozenset(note for machine in machines for note in machine.notes)
 
 
-def _padded(tensor: Tensor | None, spare: int):  # type: ignore[no-untyped-def]
+def _padded(tensor: Tensor | None, spare: int, *, own: bool = False):  # type: ignore[no-untyped-def]
     assert tensor is not None
     raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if not spare and not own:
+        return raw.numpy()
     return torch.cat((raw, torch.full((spare,), _MARK, dtype=torch.uint8))).numpy()

@@ -54,13 +54,14 @@ def sizes(batch_size: int, packed: int, units: int) -> tuple[tuple[Any, torch.dt
     )
 
 
-def plan(given: Mapping[str, Any], *, fold: int, units: int) -> None:
+def plan(given: Mapping[str, Any], *, fold: int, units: int, whole_tails: bool = True) -> None:
     """Write a plan.
 
     Args:
         given: BUFFERS, and `seqlens_kv_indptr` [rows + 1], `max_seqlen_qo`, `kv_granularity`.
         fold: Groups of heads that are rows of their own.
         units: Workgroups.
+        whole_tails: Whether a tail with fewer keys than there are query tokens joins the part before it.
 
     Raises:
         PlanTooSmall: a buffer is.
@@ -87,8 +88,7 @@ def plan(given: Mapping[str, Any], *, fold: int, units: int) -> None:
                 unit, left = unit + 1, payload
             take = min(left - overhead, -(-(end - at) // step))
             stop = min(at + take * step, end)
-            # A tail with fewer keys than there are query tokens joins the part before it.
-            if end - stop < q_len:
+            if whole_tails and end - stop < q_len:
                 stop = end
             first = (row * fold + group) * q_len
             item = [row, -1, first, first + q_len, at, stop, end - stop, 0]

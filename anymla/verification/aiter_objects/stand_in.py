@@ -1,7 +1,8 @@
 """A stand-in for the package `aiter` whose decode runs AITER's own code objects on the emulator.
 
 Our adapter calls it as it calls AITER, with its own lists and plans. What is AITER's Python and C++ around
-the kernels is done here as at e4048607 (buffers of one split, second stage, folded heads, reducer).
+the kernels is done here as at e4048607 (buffers of one split, second stage, folded heads, reducer); what a
+kernel is told of heads and how many keys a split has at least is as the record says of a release.
 """
 
 import importlib.machinery
@@ -10,15 +11,16 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from anymla.errors import AnyMLAError
+from anymla.hardware.kernel_quirks import KernelCall
 from anymla.verification.aiter_objects import planner
-from anymla.verification.aiter_objects.kernels import KERNELS, Kernel
-from anymla.verification.aiter_objects.launch import Faulted, Objects
+from anymla.verification.aiter_objects.kernels import KERNELS, Kernel, why_not
+from anymla.verification.aiter_objects.launch import Objects
 from anymla.verification.aiter_objects.stages import Operands, read_splits, run_persistent, run_rows
 
 MODULES = ("aiter", "aiter.mla", "aiter.ops", "aiter.ops.attention")
@@ -26,15 +28,6 @@ MODULES = ("aiter", "aiter.mla", "aiter.ops", "aiter.ops.attention")
 
 class NotModelled(AnyMLAError, RuntimeError):
     """The stand-in does not do what AITER does there, so nothing can be said."""
-
-
-class Chosen(Protocol):
-    """The kernel that the tables of AITER give a call, as our adapter looked it up."""
-
-    kernel: str
-    fold: int
-    lanes: int
-    q_len: int
 
 
 class StandIn:
@@ -48,7 +41,7 @@ class StandIn:
 
     def __init__(self, objects: Objects, units: int) -> None:
         self.objects, self.units = objects, units
-        self.chosen: Chosen | None = None
+        self.chosen: KernelCall | None = None
         self.undecided: set[str] = set()
         self.launched: list[str] = []
         self._asked: list[dict[str, Any]] = []
@@ -143,7 +136,8 @@ class StandIn:
         while self._asked:
             planner.plan(self._asked.pop(0), fold=self.chosen.fold, units=self.units)
         given = Operands(q, kv_buffer[:, 0, 0], q_scale, kv_scale, kv_indices, kv_indptr, qo_indptr, sm_scale)
-        kernel = self._kernel(q, max_seqlen_q)
+        kernel = kernel_of(self.objects, self.chosen)
+        self.launched.append(kernel.name)
         if work_meta_data is None:
             assert num_kv_splits is not None
             return None, self._rows(kernel, given, o, num_kv_splits, return_lse)
@@ -155,16 +149,6 @@ class StandIn:
             "reduce_partial_map": reduce_partial_map,
         }
         return None, self._persistent(kernel, given, o, plan, return_lse)
-
-    def _kernel(self, q: Tensor, q_len: int) -> Kernel:
-        """The row of KERNELS of the code object, for the heads and query tokens that it is called with."""
-        chosen = self.chosen
-        assert chosen is not None
-        rows = [k for k in KERNELS if k.name == chosen.kernel and self.objects.chip in k.chips]
-        if not rows or not self.objects.has(rows[0]):
-            raise Faulted(f"{chosen.kernel} cannot be run here")
-        self.launched.append(chosen.kernel)
-        return replace(rows[0], heads=q.shape[1] // chosen.fold, q_len=q_len)
 
     def _rows(
         self, kernel: Kernel, given: Operands, o: Tensor, splits: int, return_lse: bool
@@ -201,6 +185,20 @@ class StandIn:
         lse = found.result.lse
         assert lse is not None
         return _unfolded(lse[..., None], fold, q_len)[..., 0].contiguous() if return_lse else None
+
+
+def kernel_of(objects: Objects, chosen: KernelCall) -> Kernel:
+    """The row of KERNELS of a code object, for the heads and query tokens that it is called with.
+
+    Raises:
+        NotModelled: there is none, or no such object.
+    """
+    rows = [k for k in KERNELS if k.name == chosen.kernel and objects.chip in k.chips]
+    if not rows or not objects.has(rows[0]):
+        why = why_not(chosen.kernel, objects.chip) or "its code object is not there"
+        raise NotModelled(f"{chosen.kernel} is not run: {why}")
+    heads = chosen.lanes // chosen.fold
+    return replace(rows[0], heads=heads, q_len=chosen.q_len, told_heads=chosen.told_heads, step=chosen.step)
 
 
 def _folded(x: Tensor, fold: int, q_len: int) -> Tensor:

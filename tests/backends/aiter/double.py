@@ -151,7 +151,8 @@ class AiterDouble:
             raise Aborted(f"the planner has no {heads} heads and {q_len} tokens")
         given.update(work_info_set=info, work_indptr=indptr)
         rows = given["seqlens_kv_indptr"].shape[0] - 1
-        planner.plan(given, fold=found.fold, units=self.units)
+        whole = self.record.whole_tails()
+        planner.plan(given, fold=found.fold, units=self.units, whole_tails=whole)
         self.planned[given["work_metadata_ptrs"].data_ptr()] = (heads, q_len, rows, *kinds)
         self.plans += 1
 

@@ -11,10 +11,10 @@ from anymla.verification.aiter_objects.planner import sizes
 __all__ = ["check", "plan", "sizes"]
 
 
-def plan(given: dict[str, Any], *, fold: int, units: int) -> None:
+def plan(given: dict[str, Any], *, fold: int, units: int, whole_tails: bool) -> None:
     """A plan in AITER's format; a buffer that is too small would be written past its end."""
     try:
-        planner.plan(given, fold=fold, units=units)
+        planner.plan(given, fold=fold, units=units, whole_tails=whole_tails)
     except planner.PlanTooSmall as error:
         raise Aborted(str(error)) from None
 

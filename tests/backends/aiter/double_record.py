@@ -106,6 +106,17 @@ class Record:
         return self._dispatch.tokens_fold_in_order
 
     @_question
+    def whole_tails(self) -> bool:
+        """Whether a plan never cuts off fewer keys than there are query tokens."""
+        assert self._dispatch is not None
+        return self._dispatch.whole_tails
+
+    @_question
+    def digest(self, code_object: str) -> str:
+        """What the bytes of a code object are known by."""
+        return facts.recorded_digest(self.release, self.arch, code_object)
+
+    @_question
     def code_objects(self, *key: str | int) -> tuple[str, ...]:
         """Code objects of the rows with a key."""
         return tuple(kernel.code_object for kernel in _kernels(self.release, self.arch) if kernel[:-1] == key)

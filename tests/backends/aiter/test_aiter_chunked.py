@@ -166,11 +166,10 @@ def test_what_it_does_not_do_is_refused_with_a_reason(changes: dict[str, object]
         planned(call_of((30,), (4,)), **changes)
 
 
-def test_an_attention_with_another_lse_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ENABLE_CK", "0")
+def test_an_attention_with_another_lse_is_refused() -> None:
     asked, aiter = problem_of(16, 4, Feature.CACHED_CONTEXT), recorded_aiter("HEAD", "gfx950")
     assert not manifest._prefill(asked, aiter).reasons
-    here = manifest._prefill(asked, replace(aiter, installed=True))
+    here = manifest._prefill(asked, replace(aiter, environment=(("ENABLE_CK", "0"),)))
     assert here.reasons == (
         "aiter HEAD has ENABLE_CK=0, and with it another attention, whose lse lies otherwise",
     )

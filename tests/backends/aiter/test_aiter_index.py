@@ -13,7 +13,7 @@ from double_stages import Aborted
 from torch import Tensor
 
 from anymla import api, plans, reference, select
-from anymla.backends.aiter_mla import cache_write, facts, index
+from anymla.backends.aiter_mla import cache_write, facts, index, manifest
 from anymla.contract import Batch, IndexArgs
 from anymla.errors import InvalidInput, NoBackend
 from anymla.hardware.probe import Machine
@@ -381,7 +381,19 @@ def test_a_shuffled_cache_is_refused_by_every_other_backend() -> None:
 
 
 OPS = ("index_topk", "write_cache")
-INDEXER = [q for q in QUIRKS if q.backend == "aiter" and any(map(q.when["op"].accepts, OPS))]
+ROWS = ("#2563", "#4774", "of NaN and 0 the larger is 0", "it makes -448", "the scale of 1e-4")
+"""Words of the source of each row."""
+
+
+def row_of(words: str) -> Quirk:
+    """The one row whose source says that."""
+    (row,) = (q for q in QUIRKS if q.backend == "aiter" and words in q.source)
+    return row
+
+
+def test_every_row_of_the_indexer_is_asked_for() -> None:
+    held = [q for q in QUIRKS if q.backend == "aiter" and any(map(q.when["op"].accepts, OPS))]
+    assert {id(row_of(words)) for words in ROWS} == {id(row) for row in held}
 
 
 def wrong_without(row: Quirk, here) -> None:
@@ -389,9 +401,6 @@ def wrong_without(row: Quirk, here) -> None:
     if row.knob == "chunk_q":
         here("gfx942")
         require_right(*call_of("gfx942", (70,), (1,), 64, False, 32), topk=5)
-    elif "pages of one token" in row.refuse:
-        here("gfx942", "0.1.19")
-        require_right(*call_of("gfx942", (200,), (1,), 64, False, 64), topk=5)
     elif row.knob == "max_cache_gib":
         assert select.choose(problem("index_topk"), machine()).knobs["max_cache_gib"] == 2
     elif row.when["op"].accepts("write_cache"):
@@ -415,9 +424,9 @@ def wrong_without(row: Quirk, here) -> None:
         require_right(tensors, options, topk=1)
 
 
-@pytest.mark.parametrize("row", INDEXER, ids=str)
-def test_a_row_is_needed(row: Quirk, here, monkeypatch: pytest.MonkeyPatch) -> None:
-    caches = (select.explain, select.choose)
+@pytest.mark.parametrize("words", ROWS)
+def test_a_row_is_needed(words: str, here, monkeypatch: pytest.MonkeyPatch) -> None:
+    row, caches = row_of(words), (select.explain, select.choose)
     # What a caller has to keep is only named, so what it is about fails with the row as well.
     named = row.knob in ("finite_keys", "coarse_tiny_keys")
     for present in (True, False):
@@ -429,9 +438,6 @@ def test_a_row_is_needed(row: Quirk, here, monkeypatch: pytest.MonkeyPatch) -> N
             if present and named:
                 with pytest.raises(AssertionError, match="got"):
                     wrong_without(row, here)
-            elif present and row.refuse:
-                with pytest.raises(NoBackend, match=row.refuse):
-                    wrong_without(row, here)
             elif present:
                 wrong_without(row, here)
             else:
@@ -440,3 +446,20 @@ def test_a_row_is_needed(row: Quirk, here, monkeypatch: pytest.MonkeyPatch) -> N
         finally:
             for cache in caches:
                 cache.cache_clear()
+
+
+def test_pages_of_several_tokens_are_refused_where_the_source_reads_them_as_of_one(
+    here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, caches = call_of("gfx942", (200,), (1,), 64, False, 64), (select.explain, select.choose)
+    here("gfx942", "0.1.19")
+    with pytest.raises(NoBackend, match="reads pages of one token"):
+        require_right(*call, topk=5)
+    with monkeypatch.context() as unaware:
+        unaware.setattr(manifest, "_reads_index_pages", lambda aiter: True)
+        for cache in caches:
+            cache.cache_clear()
+        with pytest.raises((AssertionError, Aborted)):
+            require_right(*call, topk=5)
+    for cache in caches:
+        cache.cache_clear()

@@ -25,6 +25,7 @@ from anymla.problem import Feature, Problem
 ARCHES = ("gfx942", "gfx950")
 OBJECT = b"\x7fELF" + bytes(60)
 FOLDER_CODE = "find_aiter = None\nAITER_ASM_DIR = 'hsa'\n"
+DIGEST_OF = facts.digest_of
 TAGGED = [release for release in facts.releases() if facts.recorded_dispatch(release)]
 
 
@@ -39,6 +40,7 @@ def installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
             with path.open("a") as source:
                 source.write("import enum; MlaVersion = enum.Enum('MlaVersion', 'V32')\n")
                 source.write(f"def {function}({facts.recorded_parameters(function, release)}): ...\n")
+                source.write(f"# {facts._PAGES_OF_STAGE1}\n" * facts.recorded_index_pages(release))
         folder = tmp_path / "aiter_meta" / "hsa" / arch / "mla"
         folder.mkdir(parents=True)
         with (folder / "mla_asm.csv").open("w", newline="") as lines:
@@ -65,6 +67,8 @@ def installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
             return known if str(sorted(found.items())) == blobs["blob"] and all(found.values()) else None
 
         monkeypatch.setattr(facts, "dispatch_with", dispatch_with)
+        # The files are empty, and taken for those of the release.
+        monkeypatch.setattr(facts, "digest_of", lambda path: facts.recorded_digest(release, arch, path.stem))
         return tmp_path
 
     forget()
@@ -99,6 +103,26 @@ def test_a_row_whose_code_object_is_gone_is_no_kernel(installation) -> None:
     gone = recorded_aiter("0.1.20.post1", "gfx942").kernels[0]
     (root / "aiter_meta" / "hsa" / "gfx942" / "mla" / f"{gone.code_object}.co").unlink()
     assert gone not in read(root).kernels
+
+
+def test_a_code_object_of_other_bytes_is_refused(installation, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("0.1.20.post1", "gfx942", 16, "bf16", 1, False, False, "ragged")
+    root = installation()
+    assert manifest.route_of(cases.problem_of(case), read(root), 1)[0]
+    for path in (root / "aiter_meta" / "hsa" / "gfx942" / "mla").glob("*.co"):
+        path.write_bytes(path.read_bytes() + b"other bytes")
+    monkeypatch.setattr(facts, "digest_of", DIGEST_OF)
+    route, reasons = manifest.route_of(cases.problem_of(case), read(root), 1)
+    assert route is None
+    assert "the bytes of AITER's kernel are none that were run; anymla verify --aiter runs them" in reasons
+    with manifest.taking_unrun_objects():
+        assert manifest.route_of(cases.problem_of(case), read(root), 1)[0]
+
+
+def test_a_digest_is_the_start_of_what_git_calls_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a.co").write_bytes(b"")
+    assert facts.digest_of(tmp_path / "a.co") == "e69de29bb2d1"
+    assert facts.digest_of(tmp_path / "b.co") == ""
 
 
 def broken(root: Path, how: str) -> None:

@@ -3,19 +3,23 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from anymla.backends.aiter_mla.manifest import route_of
+from anymla.backends.aiter_mla.provider import recorded_aiter
 from anymla.errors import InvalidInput
-from anymla.verification.aiter_objects import findings, launch, planner, run, stages
+from anymla.problem import Problem
+from anymla.verification.aiter_objects import adapter, findings, launch, planner, run, stages
 from anymla.verification.aiter_objects.code_object import Disassembler
 from anymla.verification.aiter_objects.findings import Finding, examine
 from anymla.verification.aiter_objects.kernels import KERNELS, Kernel
 from anymla.verification.aiter_objects.launch import Faulted, Objects, Ran
+from anymla.verification.aiter_objects.stand_in import NotModelled, kernel_of
 
 OBJECTS = Objects(Path(), "gfx942", Disassembler("", 19))
 ROWS = Kernel("rows", "bf16", "bf16", 4, 2, 16, 16)
@@ -55,12 +59,12 @@ def kernel_of_torch(attend: Attend = attend, tile: int = 16, notes: frozenset[st
         grid: tuple[int, int, int],
     ) -> Ran:
         scales = [1.0 if tensors[name] is None else float(tensors[name]) for name in ("QSCALE", "KVSCALE")]
-        q, kv = tensors["Q"].float() * scales[0], tensors["KV"].float() * scales[1]
+        q, kv = tensors["Q"].float() * scales[0], tensors["KV"]
         slots, starts = tensors["LTD"].long(), tensors["LTP"].tolist()
         n = kernel.q_len
         if kernel.persistent:
             for row, part, first, last, start, stop, *_ in tensors["work_info_set"].tolist():
-                keys = kv[slots[starts[row] : starts[row + 1]]]
+                keys = kv[slots[starts[row] : starts[row + 1]]].float() * scales[1]
                 at = [start - starts[row], stop - starts[row], len(keys)]
                 out, lse = attend(q[first:last], keys, *at)
                 to = slice(first, last) if part < 0 else slice(part, part + n)
@@ -70,7 +74,7 @@ def kernel_of_torch(attend: Attend = attend, tile: int = 16, notes: frozenset[st
                 results["LSEP" if part < 0 else "LSE"][to] = lse
             return Ran(notes, "")
         for row, (start, end) in enumerate(pairwise(starts)):
-            keys, at = kv[slots[start:end]], slice(row * n, row * n + n)
+            keys, at = kv[slots[start:end]].float() * scales[1], slice(row * n, row * n + n)
             blocks = -(-len(keys) // tile)
             for split in range(min(splits, blocks)):
                 cut = [blocks * (split + more) // min(splits, blocks) * tile for more in (0, 1)]
@@ -159,6 +163,32 @@ def test_a_kernel_that_goes_astray_faults(monkeypatch: pytest.MonkeyPatch) -> No
     one = examine(OBJECTS, ROWS, quick=True)
     assert one.outcome == "faults"
     assert one.facts["one split"] == "faults: `buffer_store`: an address in no buffer"
+
+
+def test_keys_past_what_a_kernel_can_count_to_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_24_bits(*given: object, **more: object) -> Ran:
+        tensors = dict(given[2])  # type: ignore[call-overload]
+        tensors["LTD"] = tensors["LTD"] & 0xFFFFFF
+        return kernel_of_torch()(*given[:2], tensors, **more)  # type: ignore[arg-type]
+
+    for launched, found in ((kernel_of_torch(), True), (in_24_bits, False)):
+        monkeypatch.setattr(stages, "launch", launched)
+        assert [findings.finds_far_keys(OBJECTS, kernel) for kernel in (ROWS, WALKS)] == [found] * 2
+
+
+def test_a_kernel_of_which_nothing_is_known_is_not_run_and_not_wrong() -> None:
+    aiter = recorded_aiter("HEAD", "gfx942")
+    (route, _) = route_of(Problem("decode", "bf16", "bf16", 16, 512, 64), aiter, 1)
+    assert route is not None
+    with pytest.raises(NotModelled, match="mla_new is not run: it has no row in KERNELS"):
+        kernel_of(OBJECTS, route.call._replace(kernel="mla_new"))
+    with pytest.raises(NotModelled, match=f"{route.call.kernel} is not run: its code object is not there"):
+        kernel_of(OBJECTS, route.call)
+
+
+def test_every_number_of_heads_and_of_query_tokens_that_our_adapter_has_routes_for_is_asked() -> None:
+    asked = {(call.heads, call.q_len) for call in adapter.calls()}
+    assert asked >= set(product(range(8, 129, 8), (1, 2, 3, 4)))
 
 
 def test_a_plan_covers_every_key_once_and_is_refused_where_it_does_not_fit() -> None:
