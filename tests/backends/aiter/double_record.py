@@ -112,9 +112,9 @@ class Record:
         return self._dispatch.whole_tails
 
     @_question
-    def digest(self, code_object: str) -> str:
-        """What the bytes of a code object are known by."""
-        return facts.recorded_digest(self.release, self.arch, code_object)
+    def is_among(self, code_object: str, *digests: str) -> bool:
+        """Whether the bytes of a code object are some of these."""
+        return facts.recorded_digest(self.release, self.arch, code_object) in digests
 
     @_question
     def code_objects(self, *key: str | int) -> tuple[str, ...]:
