@@ -78,13 +78,16 @@ LAUNCH: Mapping[tuple[str, str], tuple[Launch, ...]] = {
         Launch(block_m=16, block_n=32, num_warps=8, num_stages=2),
         Launch(block_m=32, block_n=32, num_warps=8, num_stages=2),
     ),
+    # Bytes that lie anyhow go to the portable kernel in the same tiles; other widths take the last two.
     ("attend", "sm90"): (
         Launch(block_m=16, block_n=64, num_warps=4, num_stages=2, chunk=256, kernel="attend_swapped"),
-        Launch(block_m=16, block_n=32, num_warps=8, num_stages=2, chunk=256),
+        Launch(block_m=16, block_n=64, num_warps=4, num_stages=3, chunk=256),
         Launch(block_m=16, block_n=64, num_warps=4, num_stages=4, chunk=256, kernel="attend_bytes"),
         Launch(block_m=32, block_n=64, num_warps=4, num_stages=2, chunk=256, kernel="attend_swapped"),
-        Launch(block_m=32, block_n=32, num_warps=8, num_stages=2, chunk=256),
         Launch(block_m=64, block_n=64, num_warps=4, num_stages=2, chunk=512, kernel="attend_wgmma"),
+        Launch(block_m=64, block_n=64, num_warps=8, num_stages=2, chunk=512),
+        Launch(block_m=16, block_n=32, num_warps=8, num_stages=2, chunk=256),
+        Launch(block_m=32, block_n=32, num_warps=8, num_stages=2, chunk=256),
     ),
     # As many values at once as block_n pieces of chunk columns: of wider chunks fewer pieces.
     ("combine", "*"): (Launch(block_m=1, block_n=32, num_warps=4, num_stages=1),),

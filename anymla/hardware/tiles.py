@@ -43,6 +43,9 @@ def attend_row(
         and _kernel_takes(row, vendor, latent, rope, kv_format, sparse or block_size % row.block_n != 0)
         and (not room or attend_shared_bytes(row, arch, latent, rope, element_bytes) <= room)
     ]
+    if not any(row.kernel for row in fits) and any(row.kernel for row in launch_rows("attend", arch)):
+        # Of widths without a kernel of their own the compiler keeps small blocks alone in registers.
+        fits = [row for row in fits if row.block_n == min(each.block_n for each in fits)]
     assert fits, f"no launch row of attend takes {rows} rows of {latent} + {rope} on {arch}"
     apart = sparse or block_size % max(row.block_n for row in fits) != 0
     most = max(row.block_m for row in fits)
@@ -58,7 +61,10 @@ def _kernel_takes(row: Launch, vendor: str, latent: int, rope: int, kv_format: s
     takes = {
         "attend_swapped": kv_format in ("bf16", "fp16") and not apart,
         "attend_bytes": kv_format == "fp8_e4m3fn" and rope != 16,
-        "attend_wgmma": kv_format != "fp32" and "fnuz" not in kv_format,
+        # Tiled rows of 256 values have 392 bytes, no multiple of 16.
+        "attend_wgmma": kv_format != "fp32"
+        and "fnuz" not in kv_format
+        and (latent == 512 or not kv_format.startswith("fp8_ds_mla")),
     }
     if row.kernel:
         return takes[row.kernel] and latent in (256, 512) and rope in (0, 16, 32, 64, 128)

@@ -45,7 +45,18 @@ def test_an_attached_model_is_as_near_to_fp64_as_stock_is(name, threshold):
     exact = fp64_rows(model, {"input_ids": ids, "attention_mask": torch.ones_like(ids)})[:, PROMPT - 1 :]
     model, ids = model.to(DEVICE), ids.to(DEVICE)
     noise = [run(stock, ids) for stock in (eager(model), model) for run in (stepped, whole)]
-    with attach(model, prefill_threshold=threshold) as attached:
+    # An indexer of our own rounds otherwise than stock's, so near ties would be chosen otherwise.
+    with attach(model, prefill_threshold=threshold, index_format=None) as attached:
         got = stepped(model, ids)
         assert attached.settings.calls["sparse" if name in SPARSE else "absorbed"]
     judge_tensor("logits", got, exact, *noise).require_pass()
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_our_indexer_chooses_for_an_attached_model(name):
+    model = build(name, dtype=torch.bfloat16).to(DEVICE)
+    ids = torch.randint(250, (3, PROMPT + STEPS), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    for index_format in ("auto", "index_k"):
+        with attach(model, index_format=index_format) as attached:
+            assert bool(stepped(model, ids).isfinite().all())
+            assert attached.settings.calls["indexed"] and attached.settings.calls["sparse"]

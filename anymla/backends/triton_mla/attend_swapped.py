@@ -236,28 +236,25 @@ def attend_swapped_kernel(
             live = tokens < q_len
             heads = rows % num_heads
             row_tokens = q_start + tokens
-            cols = gl.arange(0, HALF, down_at)[:, None]
-            values_0 = gl.where(empty[None, :], 0.0, acc_0 * share[None, :])
-            values_1 = gl.where(empty[None, :], 0.0, acc_1 * share[None, :])
+            left = gl.full([BLOCK_M], 1.0, gl.float32, rows_at)
+            if HAS_SINKS:
+                left = sink_share(row_lse, gl.load(sinks + heads, mask=live & whole, other=float("-inf")))
+            piece = slot.to(gl.int64) * BLOCK_M
+            in_tile = gl.arange(0, BLOCK_M, rows_at)
+            element: gl.constexpr = out.dtype.element_ty
+            for half in gl.static_range(2):
+                acc = acc_0 if half == 0 else acc_1
+                values = gl.where(empty[None, :], 0.0, acc * share[None, :] * left[None, :])
+                cols = half * HALF + gl.arange(0, HALF, down_at)[:, None]
+                if whole:
+                    spots = row_at(row_tokens, heads, stride_ot, stride_oh)[None, :] + cols * stride_od
+                    gl.store(out + spots, values.to(element), mask=live[None, :])
+                else:
+                    gl.store(part_out + piece * L + (in_tile[None, :] * L + cols), values)
             if whole:
-                if HAS_SINKS:
-                    # After the division, as `combine` does: bits depend on no other row of the tile.
-                    left = sink_share(row_lse, gl.load(sinks + heads, mask=live, other=0.0))[None, :]
-                    values_0 = values_0 * left
-                    values_1 = values_1 * left
-                spots = row_at(row_tokens, heads, stride_ot, stride_oh)[None, :] + cols * stride_od
-                element: gl.constexpr = out.dtype.element_ty
-                mask = live[None, :]
-                gl.store(out + spots, values_0.to(element), mask=mask)
-                gl.store(out + (spots + HALF * stride_od), values_1.to(element), mask=mask)
                 if HAS_LSE:
                     gl.store(lse + row_at(row_tokens, heads, stride_lt, stride_lh), row_lse, mask=live)
             else:
-                piece = slot.to(gl.int64) * BLOCK_M
-                in_tile = gl.arange(0, BLOCK_M, rows_at)
-                places = part_out + piece * L + (in_tile[None, :] * L + cols)
-                gl.store(places, values_0)
-                gl.store(places + HALF, values_1)
                 gl.store(part_lse + piece + in_tile, row_lse)
 
     write_free_rows(

@@ -44,6 +44,7 @@ class Call:
         context: Cached tokens of a prefill, a sequence.
         counted: Whether a sparse decode has counts.
         aligned: Whether the block table's rows start at multiples of 16 elements.
+        skewed: Whether the cache's rows lie a byte further apart than they are wide.
         num_seqs: Sequences; for write_cache tokens.
         seq_len: Tokens of a sequence in the cache, of a decode.
     """
@@ -53,6 +54,7 @@ class Call:
     context: int = 0
     counted: bool = True
     aligned: bool = True
+    skewed: bool = False
     num_seqs: int = NUM_SEQS
     seq_len: int = SEQ_LEN
 
@@ -63,6 +65,7 @@ class Call:
             widths += f" {p.qk_nope_head_dim}/{p.v_head_dim}"
         words = [p.op, p.q_dtype, p.kv_format, widths, f"{p.num_heads}×{p.q_len}", f"page {p.block_size}"]
         words += ["over 2 GiB"] if self.far else []
+        words += ["skewed"] if self.skewed else []
         words += [f"context {self.context}"] if self.context else []
         words += ["batch-invariant"] if Feature.BATCH_INVARIANT in p.features else []
         return " ".join(words)
@@ -145,7 +148,8 @@ class Call:
         page = p.block_size, row.row_width(p.kv_lora_rank, p.qk_rope_head_dim)
         page_bytes = page[0] * page[1] * row.dtype.itemsize
         pages = -(-FAR_BYTES // page_bytes) if self.far else 16
-        data = torch.empty(pages, *page, dtype=row.storage_dtype).view(row.dtype)
+        data = torch.empty(pages, page[0], page[1] + self.skewed, dtype=row.storage_dtype).view(row.dtype)
+        data = data[..., : page[1]]
         scale = torch.empty(1) if row.scaled else None
         return KVCache(data, row, p.kv_lora_rank, p.qk_rope_head_dim, scale)
 
@@ -208,6 +212,9 @@ def calls(machine: Machine) -> Iterator[Call]:
             yield Call(replace(usual, kv_lora_rank=rank, qk_rope_head_dim=rope, num_heads=heads))
     if machine.arch == "sm90":
         yield from _of_other_widths(usual, fp8)
+        for heads in (16, 128):
+            yield Call(replace(usual, num_heads=heads, kv_format=fp8), skewed=True)
+            yield Call(replace(usual, num_heads=heads, kv_format=tiled, kv_lora_rank=256))
 
     for kv_format, heads in product(FP8[:2], (16, 128)):
         asked = {"num_heads": heads, "kv_format": kv_format, "q_dtype": kv_format}

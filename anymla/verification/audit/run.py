@@ -46,6 +46,7 @@ _DUPLICATED = (
     "what spills least"
 )
 
+_SKEWED = "fp8 rows that begin at no multiple of 16 bytes, which only views of a cache of such widths do"
 _CHOSEN = "some widths, for which the compiler keeps to 128 registers by itself; all others spill nothing"
 _CAPPED = "faster on an H200 than without a cap on its registers; forms of few heads spill a little"
 _SUMS = (
@@ -57,8 +58,10 @@ _ONE = "of all forms one does, that of {}"
 _VIEWS = "views whose rows cannot be copied pass through registers; other forms spill nothing"
 
 KNOWN_SPILLS: Mapping[tuple[str, str, str], KnownSpill] = {
+    ("sm90", "attend", "16×64 4w 3s"): KnownSpill(3200, _SKEWED),
+    ("sm90", "attend", "64×64 8w 2s"): KnownSpill(1920, _SKEWED),
     ("sm90", "attend", "16×32 8w 2s"): KnownSpill(8, _CHOSEN),
-    ("sm90", "attend", "32×64 4w 2s attend_swapped"): KnownSpill(192, _SUMS),
+    ("sm90", "attend", "32×64 4w 2s attend_swapped"): KnownSpill(128, _SUMS),
     ("sm90", "attend", "64×64 4w 2s attend_wgmma"): KnownSpill(128, _VIEWS),
     ("sm90", "index_logits", "256×64 4w 2s"): KnownSpill(64, _CAPPED),
     ("sm80", "prefill", "64×32 4w 2s to 192"): KnownSpill(
