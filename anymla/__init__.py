@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from anymla.indices import compacted, quantise_queries, to_slots
     from anymla.kv_cache import KV_FORMATS, KVCache, calibrate_scale, open_cache
     from anymla.latent import absorb_q, project_v, split_kv_b
-    from anymla.merge import apply_sinks, merge
+    from anymla.merging import apply_sinks, merge
     from anymla.models import MODELS, Model, model_named
     from anymla.planned import DecodePlan, IndexPlan, PrefillPlan, SparsePlan
     from anymla.plans import plan_decode, plan_index_topk, plan_prefill, plan_sparse_decode
@@ -28,7 +28,7 @@ _HOMES = {
     "anymla.indices": ("compacted", "quantise_queries", "to_slots"),
     "anymla.kv_cache": ("KV_FORMATS", "KVCache", "calibrate_scale", "open_cache"),
     "anymla.latent": ("absorb_q", "project_v", "split_kv_b"),
-    "anymla.merge": ("apply_sinks", "merge"),
+    "anymla.merging": ("apply_sinks", "merge"),
     "anymla.models": ("MODELS", "Model", "model_named"),
     "anymla.planned": ("DecodePlan", "IndexPlan", "PrefillPlan", "SparsePlan"),
     "anymla.plans": ("plan_decode", "plan_index_topk", "plan_prefill", "plan_sparse_decode"),

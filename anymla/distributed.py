@@ -15,7 +15,7 @@ from torch import Tensor
 
 from anymla.contract import AttentionOutput, check_tensor, on_host
 from anymla.errors import Reasons
-from anymla.merge import apply_sinks, merge
+from anymla.merging import apply_sinks, merge
 
 
 class Place(NamedTuple):

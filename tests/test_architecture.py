@@ -13,7 +13,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 WORDS = {"errors", "rules", "problem", "models"}
 CONTRACT = {"kv_formats", "kv_cache", "contract"}
-MATHS = {"latent", "merge", "heads", "indices"}
+MATHS = {"latent", "merging", "heads", "indices"}
 CHOICE = {"backends", "select"}
 FRONT = {"planned", "plans", "workspace", "api", "ops", "distributed"}
 LIBRARY = WORDS | CONTRACT | MATHS | CHOICE | FRONT | {"hardware"}

@@ -21,7 +21,7 @@ from anymla.distributed import (
 )
 from anymla.errors import InvalidInput
 from anymla.kv_cache import KVCache
-from anymla.merge import apply_sinks, merge
+from anymla.merging import apply_sinks, merge
 from anymla.verification.judge import judge_tensor
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3, 4, 8], ids="W{}".format)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from anymla.errors import InvalidInput
 from anymla.heads import RULES, HeadPadding
-from anymla.merge import apply_sinks
+from anymla.merging import apply_sinks
 
 
 def targets(num_heads: int, rule: str) -> list[int]:

@@ -1,6 +1,7 @@
 """The public names: complete, sorted, documented."""
 
 import inspect
+import pkgutil
 
 import pytest
 
@@ -28,3 +29,9 @@ def test_a_public_name_says_what_it_is(name: str) -> None:
         assert not missing, f"{name} does not document {missing}"
         returns = inspect.signature(thing).return_annotation
         assert "Returns:" in thing.__doc__ or returns is None, name
+
+
+def test_no_public_name_is_a_modules() -> None:
+    """Whoever imports the module would find it in the place of the name."""
+    modules = {module.name for module in pkgutil.iter_modules(anymla.__path__)}
+    assert modules.isdisjoint(anymla.__all__)

@@ -21,7 +21,7 @@ from anymla.backends.aiter_mla.pages import keys_seen, write_lists
 from anymla.backends.aiter_mla.provider import aiter_of
 from anymla.contract import AttentionOutput, Batch, PrefillArgs
 from anymla.hardware.probe import Machine
-from anymla.merge import merge
+from anymla.merging import merge
 from anymla.problem import Problem
 
 BYTES_A_VALUE = 4

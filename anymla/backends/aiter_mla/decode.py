@@ -21,7 +21,7 @@ from anymla.contract import Batch, DecodeArgs, SparseArgs
 from anymla.errors import BackendError, Reasons
 from anymla.hardware.probe import Machine
 from anymla.heads import HeadPadding
-from anymla.merge import apply_sinks
+from anymla.merging import apply_sinks
 from anymla.problem import Problem
 
 MOST_SPLITS = 16

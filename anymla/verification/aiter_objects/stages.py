@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from anymla.contract import AttentionOutput
-from anymla.merge import merge
+from anymla.merging import merge
 from anymla.verification.aiter_objects.kernels import Kernel
 from anymla.verification.aiter_objects.launch import Objects, Ran, launch
 from anymla.verification.aiter_objects.scenes import LATENT, Scene

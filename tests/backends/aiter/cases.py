@@ -16,7 +16,7 @@ from anymla.contract import AttentionOutput, Batch
 from anymla.errors import NoBackend
 from anymla.hardware.probe import Machine
 from anymla.kv_cache import KVCache
-from anymla.merge import apply_sinks
+from anymla.merging import apply_sinks
 from anymla.models import MODELS
 from anymla.plans import decode_plan, features, sparse_plan
 from anymla.problem import Feature, Problem

@@ -10,7 +10,7 @@ from torch import Tensor
 from anymla import reference
 from anymla.contract import AttentionOutput
 from anymla.errors import InvalidInput
-from anymla.merge import (
+from anymla.merging import (
     apply_sinks,
     from_base2,
     from_bhq,
