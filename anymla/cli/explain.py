@@ -158,9 +158,9 @@ def answer_fields(answer: Answer) -> dict[str, Any]:
 
 
 def launch_row(answer: Answer) -> Launch | None:
-    """The tile and warps with which the chosen backend would be launched; None where it has no such rows."""
-    problem, arch, chosen = answer.problem, answer.machine.arch, answer.chosen
-    if chosen is None or chosen.backend.name != "triton":
+    """The tile and warps of triton, chosen or behind the choice; None where it refuses or has none."""
+    problem, arch = answer.problem, answer.machine.arch
+    if not any(verdict.accepted for verdict in answer.verdicts if verdict.backend.name == "triton"):
         return None
     if problem.op == "write_cache":
         return launch_rows("cache_write", arch)[0]
@@ -253,7 +253,9 @@ def _how(answer: Answer) -> str:
     words = [NOT_RUN[evidence].format(arch) if evidence in NOT_RUN else f"{evidence} on {arch}"]
     row = launch_row(answer)
     if row is not None:
-        words += [f"{row.block_m} rows × {row.block_n} keys, {row.num_warps} warps, {row.num_stages} stages"]
+        whose = "" if answer.choice == "triton" else "behind it triton, "
+        tile = f"{row.block_m} rows × {row.block_n} keys, {row.num_warps} warps, {row.num_stages} stages"
+        words.append(whose + tile)
     return f" [dim]({'; '.join(words)})[/]"
 
 
@@ -265,7 +267,7 @@ def show_answers(console: "Console", model: str, tp: int, answers: list[Answer])
     console.print(f"[bold]{model}[/] at tensor parallel size {tp}: {_problem_in_words(answers[0].problem)}\n")
     names = [verdict.backend.name for verdict in answers[0].verdicts]
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("machine", "kv format", *names, "choice", "tile"):
+    for heading in ("machine", "kv format", *names, "choice", "triton's tile"):
         table.add_column(heading, no_wrap=heading not in names)
     for answer in answers:
         cells = ["[green]accepts[/]" if v.accepted else _in_short(v) for v in answer.verdicts]
