@@ -57,7 +57,8 @@ def rows_of(cache: KVCache, knobs: Mapping[str, int]) -> Tensor:
     rows = (cache.num_blocks - 1) * (page // row) + cache.block_size
     reasons.need(rows <= INT32_MAX, "kv_cache", f"{rows} rows", "less than 2^31 for backend aiter")
     most, size = knobs.get("max_cache_gib", 0) * GIB, rows * row * data.element_size()
-    reasons.need(not most or size <= most, "kv_cache", f"{size} bytes", f"at most {most} with this AITER")
+    needs = f"at most {most} with this AITER; backend triton has no such bound"
+    reasons.need(not most or size <= most, "kv_cache", f"{size} bytes", needs)
     reasons.raise_if_any()
     return data.as_strided((rows, 1, 1, data.shape[-1]), (row, row, row, 1))
 
