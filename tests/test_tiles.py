@@ -38,7 +38,7 @@ def test_a_row_fits_every_model_format_and_number_of_rows(arch: str) -> None:
         (17, "fp8_e4m3fn", False, 64, "attend_wgmma", 64),
         (16, "fp8_e4m3fnuz", False, 64, "", 16),
         (1, "fp8_ds_mla", True, 64, "attend_wgmma", 64),
-        (128, "fp8_ds_mla_fnuz", True, 64, "", 64),
+        (128, "fp8_ds_mla_fnuz", True, 64, "", 32),
     ],
 )
 def test_on_hopper_rows_format_and_places_of_keys_choose_the_kernel(
@@ -65,4 +65,19 @@ def test_what_a_kernel_has_no_layouts_for_goes_to_the_portable_one() -> None:
 
 def test_a_row_that_is_refused_is_passed_over() -> None:
     row = attend_row("sm90", 64, 512, 64, "fp8_e4m3fn", 64, refuses=lambda row: row.kernel)
-    assert (row.kernel, row.block_m) == ("", 64)
+    assert (row.kernel, row.block_m) == ("", 32)
+
+
+@pytest.mark.parametrize(
+    ("latent", "rope", "block_m"), [(512, 6, 16), (500, 128, 16), (300, 64, 16), (448, 64, 32), (512, 96, 32)]
+)
+def test_other_widths_on_hopper_take_small_blocks_and_uneven_ones_the_smallest_tile(
+    latent: int, rope: int, block_m: int
+) -> None:
+    row = attend_row("sm90", 128, latent, rope, "bf16", 64)
+    assert (row.kernel, row.block_m, row.block_n) == ("", block_m, 32)
+
+
+def test_tiled_rows_that_are_no_multiple_of_16_bytes_go_to_the_portable_kernel() -> None:
+    assert attend_row("sm90", 128, 256, 64, "fp8_ds_mla", 64).kernel == ""
+    assert attend_row("sm90", 128, 512, 64, "fp8_ds_mla", 64).kernel == "attend_wgmma"

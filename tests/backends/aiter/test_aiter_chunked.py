@@ -8,7 +8,7 @@ from double_varlen import VarlenDouble
 from test_aiter_graph import Graph
 from test_aiter_prefill import machine, problem_of
 
-from anymla import merge, select
+from anymla import merging, select
 from anymla.backends.aiter_mla import bindings, chunked, facts, manifest, operations
 from anymla.backends.aiter_mla.provider import recorded_aiter
 from anymla.contract import PrefillArgs
@@ -132,7 +132,7 @@ def test_every_release_is_right(release: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_neither_a_plan_nor_a_layer_waits(double: VarlenDouble, monkeypatch: pytest.MonkeyPatch) -> None:
     # Of values on the host a merge looks whether they are +inf.
-    monkeypatch.setattr(merge, "on_host", lambda *tensors: False)
+    monkeypatch.setattr(merging, "on_host", lambda *tensors: False)
     call = call_of(*STEPS["some without a context"])
     plan, scale = planned(call), call.options["sm_scale"]
     with Graph():
