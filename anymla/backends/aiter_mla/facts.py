@@ -129,11 +129,20 @@ def recorded_digest(release: str, arch: str, code_object: str) -> str:
 
 def digest_of(path: Path) -> str:
     """The digest of a file; "" where there is none."""
+    return blob_of(path)[:DIGITS]
+
+
+def blob_of(path: Path) -> str:
+    """A file's contents as git names them; "" where there is no file."""
     try:
-        text = path.read_bytes()
+        return git_blob(path.read_bytes())
     except OSError:
         return ""
-    return hashlib.sha1(b"blob %d\0" % len(text) + text, usedforsecurity=False).hexdigest()[:DIGITS]
+
+
+def git_blob(text: bytes) -> str:
+    """Contents as git names them."""
+    return hashlib.sha1(b"blob %d\0" % len(text) + text, usedforsecurity=False).hexdigest()
 
 
 def recorded_dispatch(release: str) -> Dispatch | None:

@@ -4,7 +4,6 @@ Nothing of it is imported: stubs are parsed, tables read, and dispatch code know
 """
 
 import csv
-import hashlib
 import importlib.util
 import os
 import re
@@ -227,8 +226,8 @@ def _read(release: str, arch: str, root: Path | None, given: Environment) -> Ait
     kernels, missing = _table(objects, name)
     if not missing and not _is_folder_code_known(root):
         missing = (f"{name} finds its kernel table by code that is not recorded, or has no jit/core.py",)
-    blobs = {one: _blob(meta / path) for one, path in _SOURCES.items()}
-    blobs["mla.py"] = _blob(root / "aiter" / "mla.py")
+    blobs = {one: facts.blob_of(meta / path) for one, path in _SOURCES.items()}
+    blobs["mla.py"] = facts.blob_of(root / "aiter" / "mla.py")
     dispatch = facts.dispatch_with(blobs)
     if dispatch is None and not missing:
         lost = [one for one, blob in blobs.items() if not blob]
@@ -254,7 +253,7 @@ def _is_folder_code_known(root: Path) -> bool:
         found = _FOLDER_CODE.search((root / "aiter" / "jit" / "core.py").read_bytes())
     except OSError:
         return False
-    return found is not None and _blob_of(found[0]).startswith(_FOLDER_BLOB)
+    return found is not None and facts.git_blob(found[0]).startswith(_FOLDER_BLOB)
 
 
 def _table(folder: Path, name: str) -> tuple[tuple[Kernel, ...], tuple[str, ...]]:
@@ -298,16 +297,3 @@ def _reducers(path: Path) -> dict[int, frozenset[int]]:
     except OSError:
         cases = []
     return {width: frozenset(int(h) for h, w in cases if int(w) == width) for width in (512, 128)}
-
-
-def _blob(path: Path) -> str:
-    """A file's contents as git names them; "" where there is no file."""
-    try:
-        text = path.read_bytes()
-    except OSError:
-        return ""
-    return _blob_of(text)
-
-
-def _blob_of(text: bytes) -> str:
-    return hashlib.sha1(b"blob %d\0" % len(text) + text, usedforsecurity=False).hexdigest()

@@ -50,8 +50,8 @@ _SKEWED = "fp8 rows that begin at no multiple of 16 bytes, which only views of a
 _CHOSEN = "some widths, for which the compiler keeps to 128 registers by itself; all others spill nothing"
 _CAPPED = "faster on an H200 than without a cap on its registers; forms of few heads spill a little"
 _SUMS = (
-    "mostly around an item; on an H200 two tokens of 16 heads take 147.5 µs, 152.0 in tiles of 64 rows, and "
-    "168.2 in this tile with 8 warps, which spill nothing"
+    "mostly around an item; when it was chosen, two tokens of 16 heads took 147.5 µs on an H200, 152.0 in "
+    "tiles of 64 rows, and 168.2 in this tile with 8 warps, which spill nothing"
 )
 _WIDE = "heads of 512 columns after a cached context take all 256 registers; other forms spill nothing"
 _ONE = "of all forms one does, that of {}"

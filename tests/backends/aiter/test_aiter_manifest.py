@@ -58,7 +58,7 @@ def installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
         (tmp_path / "aiter" / "install_mode").write_text("install")
         (tmp_path / "aiter" / "jit").mkdir()
         (tmp_path / "aiter" / "jit" / "core.py").write_text(f"import os\n\n{FOLDER_CODE}# more\n")
-        monkeypatch.setattr(provider, "_FOLDER_BLOB", provider._blob_of(FOLDER_CODE.strip().encode()))
+        monkeypatch.setattr(provider, "_FOLDER_BLOB", facts.git_blob(FOLDER_CODE.strip().encode()))
         known = facts.recorded_dispatch(release)
         blobs = {"blob": ""}
 
@@ -74,6 +74,15 @@ def installation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..
     forget()
     yield write  # type: ignore[misc]
     forget()
+
+
+@pytest.fixture
+def beside_triton(installation, monkeypatch: pytest.MonkeyPatch) -> tuple[Machine, Problem]:
+    """A chip with that AITER and Triton, and a decode that both take."""
+    root = installation()
+    monkeypatch.setattr(provider, "package_root", lambda: root)
+    machine = Machine("gfx942", (("aiter", "0.1.20.post1"), ("triton", "3.6.0")), multiprocessors=304)
+    return machine, model_named("deepseek-v3").problem(tp=8)
 
 
 def forget() -> None:
@@ -316,12 +325,9 @@ def test_a_release_before_kernel_tables_is_too_old(release: str) -> None:
 
 
 def test_an_import_that_dies_is_a_reason_and_the_next_backend_takes_the_call(
-    installation, monkeypatch: pytest.MonkeyPatch
+    beside_triton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = installation()
-    monkeypatch.setattr(provider, "package_root", lambda: root)
-    machine = Machine("gfx942", (("aiter", "0.1.20.post1"), ("triton", "3.6.0")), multiprocessors=304)
-    problem = model_named("deepseek-v3").problem(tp=8)
+    machine, problem = beside_triton
     with monkeypatch.context() as alive:
         AiterDouble("0.1.20.post1", "gfx942").install(alive)
         forget()
@@ -394,12 +400,9 @@ def test_what_was_named_and_not_probed_is_never_imported(monkeypatch: pytest.Mon
 
 
 def test_a_verdict_without_an_import_does_not_outlive_it(
-    installation, monkeypatch: pytest.MonkeyPatch
+    beside_triton, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = installation()
-    monkeypatch.setattr(provider, "package_root", lambda: root)
-    machine = Machine("gfx942", (("aiter", "0.1.20.post1"), ("triton", "3.6.0")), multiprocessors=304)
-    problem = model_named("deepseek-v3").problem(tp=8)
+    machine, problem = beside_triton
     monkeypatch.setitem(sys.modules, "aiter", None)
     with monkeypatch.context() as without_torch:
         without_torch.delitem(sys.modules, "torch")
