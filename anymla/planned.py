@@ -18,6 +18,7 @@ from anymla import kv_cache as kv
 from anymla.contract import AttentionOutput, Batch
 from anymla.errors import InvalidInput, Reasons
 from anymla.problem import Feature, Problem, canonical_name
+from anymla.rules import listed
 
 
 @dataclass
@@ -73,12 +74,12 @@ class Plan:
         )
 
     def _knows(self, reasons: Reasons, name: str, q: Tensor) -> None:
-        """Queries are of the planned dtype, for which kernels are chosen; for fp8 more bits do as well."""
+        """Queries are of the planned dtype, for which kernels are chosen; for fp8 16 bits do as well."""
         if isinstance(q, Tensor):
             given, planned = canonical_name(str(q.dtype)), self.problem.q_dtype
-            known = given == planned or (planned.startswith("fp8") and q.dtype in contract.Q_DTYPES)
-            needs = f"{planned}, as planned; plan again with q_dtype={q.dtype}"
-            reasons.need(known, name, f"dtype {given}", needs)
+            able = (planned, "bf16", "fp16") if planned.startswith("fp8") else (planned,)
+            needs = f"{listed(able)}, as planned; plan again with q_dtype={q.dtype}"
+            reasons.need(given in able, name, f"dtype {given}", needs)
 
 
 @dataclass

@@ -160,8 +160,8 @@ def plan_prefill(
         qk_rope_head_dim: R, 0 for rope-free models.
         qk_nope_head_dim: P.
         v_head_dim: V.
-        q_dtype: Dtype of the queries and the new latents: fp32, bf16 or fp16; an fp8 lets a backend round
-            queries, keys and values to it.
+        q_dtype: Dtype of the queries and the new latents: fp32, bf16 or fp16. An fp8 lets a backend round
+            queries, keys and values to it; they come in 16 bits, and where none rounds, they are kept.
         kv_format: Format of the cached context. None: there is none, or it has the dtype of the queries.
         sinks: Whether `run` will be given sinks.
         return_lse: Whether `run` may be asked for lse.

@@ -94,7 +94,7 @@ class Problem:
     Attributes:
         op: One of OPS.
         q_dtype: Dtype name of the queries (of the latent for write_cache). With an fp8 a decode may be given
-            queries in it, with a scale, or in 16 bits, which a backend may round.
+            queries in it, with a scale; others, and those of a prefill, have 16 bits, which it may round.
         kv_format: Name of a row of KV_FORMATS.
         num_heads: Local query heads, unpadded (index heads for index_topk, 1 for write_cache).
         kv_lora_rank: Width L of the latent (width of an index key for index_topk).

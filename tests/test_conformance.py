@@ -86,9 +86,9 @@ class TestMatrix:
 
     def test_what_is_not_offered_is_asked_for(self):
         refused = {(c.problem.op, c.fact) for c in FULL if c.check == "refusal"}
-        # Absorbed and index queries may have any dtype.
+        # Absorbed and index queries may have any dtype, and a prefill may be planned in any.
         every = {(op, fact) for op in OPS for fact in ("q_dtype", "features")}
-        every -= {(op, "q_dtype") for op in FP8_QUERIES}
+        every -= {(op, "q_dtype") for op in (*FP8_QUERIES, "prefill")}
         assert refused >= every
 
     def test_ids_are_distinct_and_the_same_every_time(self):

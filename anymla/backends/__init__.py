@@ -11,6 +11,7 @@ from anymla.rules import ANY, Between, Rule, offers, one_of, pads_to
 NOTHING = offers()
 """The default of every backend: no feature."""
 
+_FP8 = ("fp8_e4m3fn", "fp8_e4m3fnuz")
 _OF_LATENTS = tuple(name for name in KV_FORMAT_NAMES if not name.startswith("index_k"))
 
 
@@ -195,7 +196,7 @@ _TRITON_PLANNED = replace(
 _TRITON_INDEX = replace(
     _TRITON,
     op=one_of("index_topk"),
-    q_dtype=one_of("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz"),
+    q_dtype=one_of("bf16", "fp16", *_FP8),
     kv_format=one_of("index_k", "index_k_fnuz", "bf16", "fp16"),
     num_heads=Between(1, 128),
     kv_lora_rank=Between(1, 128),
@@ -227,11 +228,15 @@ _CPU = Backend(
     source="torch on the CPU: fp32 accumulation in blocks of keys, any width",
 )
 
-# Queries in fp8 meet a cache of the same values, each with its scale.
-_FP8_QUERIES = tuple(
-    replace(row, op=one_of("decode", "sparse_decode"), q_dtype=one_of(fp8), kv_format=one_of(fp8))
-    for row in (*_TRITON_CHIPS, _CPU)
-    for fp8 in ("fp8_e4m3fn", "fp8_e4m3fnuz")
+# Queries in fp8 meet a cache of the same values, each with its scale. A prefill in fp8 may be rounded to it;
+# here it is not, but this stands behind AITER's.
+_FP8_QUERIES = (
+    *(
+        replace(row, op=one_of("decode", "sparse_decode"), q_dtype=one_of(fp8), kv_format=one_of(fp8))
+        for row in (*_TRITON_CHIPS, _CPU)
+        for fp8 in _FP8
+    ),
+    *(replace(row, op=one_of("prefill"), q_dtype=one_of(*_FP8)) for row in (*_TRITON_CHIPS, _CPU)),
 )
 
 BACKENDS: tuple[Backend, ...] = (
@@ -266,8 +271,6 @@ BACKENDS: tuple[Backend, ...] = (
         for chips in _TRITON_CHIPS
     ),
     _CPU,
-    replace(
-        _CPU, op=one_of("index_topk"), q_dtype=one_of("fp32", "bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz")
-    ),
+    replace(_CPU, op=one_of("index_topk"), q_dtype=one_of("fp32", "bf16", "fp16", *_FP8)),
     *_FP8_QUERIES,
 )

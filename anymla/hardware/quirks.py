@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from anymla.hardware.arches import ARCHES
 from anymla.problem import FOREIGN_FORMAT_NAMES, KV_FORMAT_NAMES, Feature
 from anymla.rules import Between, Rule, asks, one_of
 
@@ -71,6 +72,8 @@ def _numbers(version: str) -> tuple[int, ...]:
 _FP8_FNUZ = one_of("fp8_e4m3fnuz", "fp8_ds_mla_fnuz", "index_k_fnuz")
 _NO_FNUZ = one_of(*(name for name in KV_FORMAT_NAMES if not _FP8_FNUZ.accepts(name)))
 
+_TAKES_FP8 = one_of("decode", "sparse_decode", "index_topk")
+
 _CDNA = one_of("gfx942", "gfx950")
 _INDEX_KEYS = ("index_k", "index_k_fnuz", *FOREIGN_FORMAT_NAMES)
 _PAGED_INDEX = {
@@ -89,7 +92,10 @@ QUIRKS: tuple[Quirk, ...] = (
             refuse="Triton has no fp8e4b8 on NVIDIA, and reading e4m3fnuz by its bits is not verified there",
             source="Triton 3.6.0 and 3.9.0: CompilationError, compiled for sm_80 to sm_120",
         )
-        for when in ({"kv_format": _FP8_FNUZ}, {"q_dtype": one_of("fp8_e4m3fnuz"), "kv_format": _NO_FNUZ})
+        for when in (
+            {"kv_format": _FP8_FNUZ},
+            {"q_dtype": one_of("fp8_e4m3fnuz"), "kv_format": _NO_FNUZ, "op": _TAKES_FP8},
+        )
     ),
     Quirk(
         backend="triton",
@@ -126,6 +132,14 @@ QUIRKS: tuple[Quirk, ...] = (
         knob="operand_bits",
         value=16,
         source="AITER mla_prefill_ps_asm_fwd gives no lse to merge chunks by, so none of them is in fp8",
+    ),
+    Quirk(
+        backend="triton",
+        arch=one_of(*(name for name, chip in ARCHES.items() if chip.vendor != "cpu")),
+        when={"op": one_of("prefill"), "q_dtype": one_of("fp8_e4m3fn", "fp8_e4m3fnuz")},
+        knob="operand_bits",
+        value=16,
+        source="triton_mla/mha.py multiplies what it is given: fp8 lets a prefill round and asks for none",
     ),
     Quirk(
         backend="aiter",

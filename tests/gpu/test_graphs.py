@@ -9,10 +9,24 @@ from device_calls import DEVICE, Buffers, addresses, is_offered, problem_of
 
 from anymla.contract import AttentionOutput
 from anymla.indices import to_slots
-from anymla.plans import plan_decode, plan_index_topk, plan_sparse_decode
+from anymla.plans import plan_decode, plan_index_topk, plan_prefill, plan_sparse_decode
 from anymla.problem import Feature, Problem
-from anymla.verification.checks import judge_ids, judged, right_answer, run_call
-from anymla.verification.inputs import decode_inputs, index_inputs, sparse_inputs, write_inputs
+from anymla.verification.checks import (
+    batch_of,
+    judge_ids,
+    judged,
+    outputs_of,
+    right_answer,
+    run_call,
+    run_planned,
+)
+from anymla.verification.inputs import (
+    decode_inputs,
+    index_inputs,
+    prefill_inputs,
+    sparse_inputs,
+    write_inputs,
+)
 from anymla.verification.judge import judge
 from anymla.verification.needles import Widths
 
@@ -195,6 +209,12 @@ def index_calls(kv_format):
         ]
 
 
+def tensors_of(call):
+    """All that a prefill reads beside its lengths, those of the cache by their bytes."""
+    cache, options = call.cache, (call.options["block_table"], call.options["sinks"])
+    return [one for one in (*call.tensors, cache.storage, cache.scale, *options) if one is not None]
+
+
 def dense_calls(kind, kv_format, heads=16, *, verify=False):
     """The steps as decodes."""
     hostile = {"kv_format": kv_format, "block_size": 64, "sinks": KINDS[kind]["sinks"]}
@@ -243,6 +263,46 @@ def test_a_graph_of_an_indexer_is_right_for_every_step(backend, kv_format, as_sl
     captured = CapturedIndex(calls, backend, as_slots=as_slots, update_inside=update_inside)
     for call in (*calls, *calls[::-1]):
         captured.require_right(call)
+
+
+@pytest.mark.parametrize("planned_in", ["bf16", "fp8"])
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_of_a_prefill_is_right_for_other_values_of_its_step(backend, kind, kv_format, planned_in):
+    hostile = {"kv_format": kv_format, "block_size": 64, "sinks": KINDS[kind]["sinks"]}
+    with torch.device(DEVICE):
+        calls = [
+            prefill_inputs(Widths(16, 512, 64, 128, 128), (300, 0, 64), (5, 0, 70), seed=seed, **hostile)
+            for seed in range(3)
+        ]
+    held, *others = calls
+    problem = problem_of(held, Feature.LSE, Feature.CACHED_CONTEXT, Feature.GRAPH, q_len=70)
+    if not is_offered(problem, backend):
+        pytest.skip(f"{problem} is not offered here")
+    plan = plan_prefill(
+        batch_of(held, problem),
+        num_heads=16,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        q_dtype=torch.float8_e4m3fn if planned_in == "fp8" else torch.bfloat16,
+        kv_format=kv_format,
+        sinks=held.options["sinks"] is not None,
+        return_lse=True,
+        batch_invariant=kind == "invariant",
+        backend=backend,
+    )
+    outputs = outputs_of(held, return_lse=True)
+    graph = graph_of(lambda: run_planned(held, plan, **outputs))
+    for call in others:
+        for buffer, value in zip(tensors_of(held), tensors_of(call), strict=True):
+            buffer.copy_(value)
+        for output in (outputs["out"], outputs["lse"]):
+            output.fill_(torch.nan)
+        graph.replay()
+        exact, runs = right_answer(call)
+        judge(AttentionOutput(outputs["out"], outputs["lse"]), exact, *runs).require_pass()
 
 
 def test_an_indexer_neither_waits_for_the_device_nor_moves_anything(backend):

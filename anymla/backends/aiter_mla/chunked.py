@@ -147,13 +147,10 @@ def _attend(args: PrefillArgs, state: ChunkedState, heads: slice) -> None:
     """Some of the heads, over all keys."""
     rows, cache = state.new.rows, args.cache
     assert cache is not None
-    given = args.q_nope.dtype
-    dtype = torch.bfloat16 if given == torch.float32 else given
-    q = torch.cat((args.q_nope[rows, heads], args.q_pe[rows, heads]), -1).to(dtype)
-    weights = args.w_uk[heads].to(dtype), args.w_uv[heads].to(dtype)
+    q = torch.cat((args.q_nope[rows, heads], args.q_pe[rows, heads]), -1)
 
     def over(chunk: Chunk, latents: Tensor, rope: Tensor, *, causal: bool) -> AttentionOutput:
-        k, v = expanded(latents.to(dtype), rope.to(dtype), *weights)
+        k, v = expanded(latents, rope, args.w_uk[heads], args.w_uv[heads])
         out, lse = state.call(
             q=q[chunk.rows],
             k=k,
@@ -174,7 +171,7 @@ def _attend(args: PrefillArgs, state: ChunkedState, heads: slice) -> None:
     found = over(state.new, args.kv_c[rows], args.k_pe[rows], causal=state.batch.causal)
     assert found.lse is not None
     for chunk in state.chunks:
-        keys, rank = cache.read(state.slots[chunk.keys], dtype), cache.kv_lora_rank
+        keys, rank = cache.read(state.slots[chunk.keys], q.dtype), cache.kv_lora_rank
         part = over(chunk, keys[:, :rank], keys[:, rank:], causal=False)
         joined = merge((AttentionOutput(found.out[chunk.rows], found.lse[chunk.rows]), part))
         assert joined.lse is not None

@@ -6,7 +6,7 @@ length of the context.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -30,7 +30,14 @@ EXPANDED_BYTES = 512 << 20
 """Keys and values of one pass: enough tokens for products at full speed, at any width."""
 LATENT_WIDTH = 128
 """Latent columns moved at a time, and those that share a scale in a tiled row."""
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8_e4m3fn": torch.bfloat16,
+    "fp8_e4m3fnuz": torch.bfloat16,
+}
+"""Of a pass. One in fp8 lets a backend round to it: this one does not, and takes both dtypes of 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +77,13 @@ class PrefillState:
     kept_acc: Tensor | None
     kept_top: Tensor | None
     kept_total: Tensor | None
+
+    def holding(self, dtype: torch.dtype) -> "PrefillState":
+        """The same memory, its passes of another dtype of 16 bits."""
+        if self.keys.dtype == dtype:
+            return self
+        passes = {name: getattr(self, name) for name in ("keys", "values", "latents", "rope")}
+        return replace(self, **{name: buffer.view(dtype) for name, buffer in passes.items()})
 
 
 def plan_prefill(batch: Batch, problem: Problem, machine: Machine, knobs: Mapping[str, int]) -> PrefillState:
@@ -129,7 +143,7 @@ def prefill(args: PrefillArgs, state: PrefillState) -> None:
         args: Checked tensors.
         state: From `plan_prefill`.
     """
-    tokens = args.q_nope.shape[0]
+    state, tokens = state.holding(args.q_nope.dtype), args.q_nope.shape[0]
     context = 0 if args.cache is None or not tokens else state.context
     for first in range(0, context, state.chunk):
         assert args.cache is not None

@@ -2,6 +2,7 @@
 
 import math
 import random
+import re
 from collections import Counter
 from dataclasses import replace
 from functools import lru_cache
@@ -298,6 +299,24 @@ def test_a_plan_asks_for_it_by_an_fp8_dtype(double: PrefillDouble) -> None:
     batch = batch_of((9, 4))
     assert plan_prefill(batch, q_dtype=torch.float8_e4m3fn, **asked).backend == "aiter"
     assert plan_prefill(batch, q_dtype=torch.bfloat16, **asked).backend == "triton"
+
+
+@pytest.mark.parametrize("asked", [{"return_lse": True}, {"sinks": True}, {"v_head_dim": 256}], ids=str)
+def test_what_it_refuses_of_such_a_plan_is_served_in_16_bits_and_explain_says_so(
+    asked: dict[str, object],
+) -> None:
+    widths = {"num_heads": 16, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+    facts = {**widths, "v_head_dim": 128, "machine": machine(), "q_dtype": torch.float8_e4m3fn, **asked}
+    plan = plan_prefill(batch_of((9, 4)), **facts)
+    assert plan.backend == "triton"
+    assert "triton: accepts; sets operand_bits=16" in plan.explain()
+    assert re.search("aiter: (features lacks (lse|sinks)|v_head_dim got 256; needs 128)", plan.explain())
+
+
+def test_such_a_plan_takes_tensors_of_16_bits(double: PrefillDouble) -> None:
+    plan = plan_of(16, batch_of((9, 4)), machine())
+    with pytest.raises(InvalidInput, match="q_nope got dtype fp32; needs fp8_e4m3fn, bf16 or fp16, as"):
+        plan.run(*(t.float() for t in tensors(16, 14)), sm_scale=SM_SCALE)
 
 
 def test_gfx942_and_releases_without_a_kernel_are_refused() -> None:

@@ -125,6 +125,14 @@ class TestPrefill:
         many = run(self.call, invariant)
         assert same_bits(many, one, torch.arange(self.call.num_rows))
 
+    @pytest.mark.parametrize("q_dtype", ["bf16", "fp16"])
+    def test_a_plan_that_may_round_to_fp8_has_the_bits_of_16(self, q_dtype):
+        call = prefill_inputs(self.widths, (70, 5), (3, 20), q_dtype=DTYPES[q_dtype], sinks="near")
+        problem = replace(self.problem, q_dtype=q_dtype, kv_format=q_dtype, q_len=20)
+        rounding = [replace(problem, q_dtype=fp8) for fp8 in ("fp8_e4m3fn", "fp8_e4m3fnuz")]
+        whole = run(call, problem)
+        assert all(same_bits(run(call, one), whole, torch.arange(call.num_rows)) for one in rounding)
+
     def test_lengths_may_be_on_the_device_only(self, monkeypatch):
         monkeypatch.setattr(prefill, "EXPANDED_BYTES", 512 * prefill._expanded_bytes(self.problem))
         require_right(self.call, run(self.call, self.problem, lengths_on_host=False))
