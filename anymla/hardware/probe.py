@@ -52,6 +52,7 @@ class Machine:
         device_name: What the driver calls the device.
         multiprocessors: Compute units or SMs, 0 where unknown.
         failures: Why functions of its libraries cannot be called, by name, as far as they were tried.
+        takes_unrun: Whether kernels that nobody ran are taken too: for whoever is about to run them.
     """
 
     arch: str
@@ -60,6 +61,7 @@ class Machine:
     device_name: str = ""
     multiprocessors: int = 0
     failures: tuple[tuple[str, str], ...] = ()
+    takes_unrun: bool = False
 
     @property
     def facts(self) -> Arch | None:

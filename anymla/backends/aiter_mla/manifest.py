@@ -7,8 +7,6 @@ Indexer and cache writers have no table: there a call is accepted if its functio
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,8 +21,6 @@ from anymla.problem import Feature, Problem
 
 LANES = tuple(range(8, 129, 8))
 """Head counts that AITER's planner can be asked for."""
-
-_takes_unrun = ContextVar("takes_unrun", default=False)
 
 
 @dataclass(frozen=True)
@@ -121,18 +117,6 @@ def _advice(refusals: Collection[str], failures: Collection[str]) -> str:
     if refusals:
         return f"{PACKAGES['aiter'].install} whole, {facts.newest_release()} or another release known here"
     return "python -c 'import aiter.mla' shows the whole error" if failures else ""
-
-
-@contextmanager
-def taking_unrun_objects() -> Iterator[None]:
-    """Take code objects that nobody ran as if somebody had: for whoever is about to run them."""
-    token = _takes_unrun.set(True)
-    route_of.cache_clear()
-    try:
-        yield
-    finally:
-        _takes_unrun.reset(token)
-        route_of.cache_clear()
 
 
 def prefill_lanes(aiter: Aiter) -> tuple[int, ...]:
@@ -270,7 +254,7 @@ def _calls(
                     dispatch.tokens_fold_in_order,
                     kernel.code_object,
                     digest := _digest(aiter, kernel.code_object),
-                    _takes_unrun.get() or facts.was_run(aiter.arch, digest),
+                    aiter.takes_unrun or facts.was_run(aiter.arch, digest),
                     facts.reaches_far(aiter.arch, digest),
                     found.told_heads,
                     found.step,

@@ -65,6 +65,7 @@ class Aiter:
         root: The folder that holds the package, None where it is not here.
         objects: The folder of its table and code objects, None where it is not here.
         environment: What is set, as it was when this was read; a release that is not here has none.
+        takes_unrun: Whether code objects that nobody ran are taken too.
     """
 
     release: str
@@ -78,6 +79,7 @@ class Aiter:
     root: Path | None = None
     objects: Path | None = None
     environment: Environment = ()
+    takes_unrun: bool = False
 
     def __str__(self) -> str:
         return f"aiter {self.release}"
@@ -139,7 +141,7 @@ def aiter_of(machine: Machine) -> Aiter:
     release = facts.canonical_release(named)
     if machine.assumed or named == NEWEST:
         return recorded_aiter(release or facts.newest_release(), machine.arch)
-    return installed_aiter(release, machine.arch, package_root())
+    return installed_aiter(release, machine.arch, package_root(), takes_unrun=machine.takes_unrun)
 
 
 def package_root() -> Path | None:
@@ -191,18 +193,19 @@ def recorded_aiter(release: str, arch: str) -> Aiter:
     return Aiter(release, arch, bound, kernels, dispatch, decode, prefill, () if kernels else missing)
 
 
-def installed_aiter(release: str, arch: str, root: Path | None) -> Aiter:
+def installed_aiter(release: str, arch: str, root: Path | None, *, takes_unrun: bool = False) -> Aiter:
     """The AITER in a folder, read from its own files, in the environment that is set now.
 
     Args:
         release: What its package metadata call it.
         arch: The chip.
         root: The folder that holds the package `aiter`, and beside it `aiter_meta`, or `csrc` and `hsa`.
+        takes_unrun: See Aiter.
 
     Returns:
         All that could be read; whatever could not is in `missing`, in words.
     """
-    return _read(release, arch, root, environment())
+    return _read(release, arch, root, environment(), takes_unrun)
 
 
 def environment() -> Environment:
@@ -211,7 +214,7 @@ def environment() -> Environment:
 
 
 @lru_cache(maxsize=64)
-def _read(release: str, arch: str, root: Path | None, given: Environment) -> Aiter:
+def _read(release: str, arch: str, root: Path | None, given: Environment, takes_unrun: bool) -> Aiter:
     name = f"aiter {release or 'unknown'}"
     none: frozenset[int] = frozenset()
     if root is None:
@@ -235,7 +238,8 @@ def _read(release: str, arch: str, root: Path | None, given: Environment) -> Ait
         missing = (f"{name} {what}, so which kernel a call would look up is not known",)
     reducers = _reducers(meta / _REDUCER)
     decode, prefill = reducers[512], reducers[128]
-    return Aiter(release, arch, bound, kernels, dispatch, decode, prefill, missing, root, objects, given)
+    tables = kernels, dispatch, decode, prefill, missing
+    return Aiter(release, arch, bound, *tables, root, objects, given, takes_unrun)
 
 
 def _folder(root: Path, named: str) -> Path:

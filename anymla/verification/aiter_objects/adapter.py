@@ -96,13 +96,13 @@ def examine(
         NotTaken: there is no route.
     """
     packages = (("aiter", release or UNNAMED), ("torch", ""), ("triton", ""))
-    machine = Machine(objects.chip, packages, multiprocessors=UNITS)
+    machine = Machine(objects.chip, packages, multiprocessors=UNITS, takes_unrun=True)
     seen = set() if seen is None else seen
     why: dict[str, None] = {}
     taken = False
     for call in calls():
         stand_in = StandIn(objects, UNITS)
-        with _on_path(root), stand_in.installed(), _taking_anything():
+        with _on_path(root), stand_in.installed():
             verdict = next(v for v in select.explain(_problem(machine, call), machine) if _is_ours(v))
             if not verdict.accepted:
                 why.update(dict.fromkeys(verdict.reasons))
@@ -161,15 +161,6 @@ def _route(machine: Machine, call: Call) -> Any:
     return route_of(problem, aiter, call.q_len)[0] or route_of(problem, aiter, 1)[0]
 
 
-@contextmanager
-def _taking_anything() -> Iterator[None]:
-    """What is run here counts as run."""
-    select.explain.cache_clear(), select.choose.cache_clear()
-    with _manifest().taking_unrun_objects():
-        yield
-    select.explain.cache_clear(), select.choose.cache_clear()
-
-
 def _is_ours(verdict: select.Verdict) -> bool:
     return verdict.backend.name == "aiter"
 
@@ -194,8 +185,11 @@ def _batch(made: Scene) -> Batch:
 
 @contextmanager
 def _on_path(root: Path) -> Iterator[None]:
+    """The AITER of a folder is the one that is found; what was said of another is forgotten."""
     sys.path.insert(0, str(root))
     try:
+        select.explain.cache_clear(), select.choose.cache_clear()
         yield
     finally:
         sys.path.remove(str(root))
+        select.explain.cache_clear(), select.choose.cache_clear()
