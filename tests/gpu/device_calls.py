@@ -1,5 +1,6 @@
 """Calls for a GPU: far from the start of a cache, with many rows, and in buffers that never move."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -203,6 +204,19 @@ class Buffers:
             max_q_len=max_q_len,
             max_seq_len=max_seq_len,
         )
+
+
+def graph_of(work: Callable[[], object]) -> "torch.cuda.CUDAGraph":
+    """A captured graph of `work`, which runs once before."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
 
 
 def addresses(value: Any) -> dict[str, int]:

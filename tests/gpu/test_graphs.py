@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from device_calls import DEVICE, Buffers, addresses, is_offered, problem_of
+from device_calls import DEVICE, Buffers, addresses, graph_of, is_offered, problem_of
 
 from anymla.contract import AttentionOutput
 from anymla.indices import to_slots
@@ -44,19 +44,6 @@ KINDS = {
     "invariant": {"sinks": "infinite", "return_lse": True, "batch_invariant": True},
 }
 FORMATS = ("bf16", "fp8_e4m3fn", "fp8_ds_mla")
-
-
-def graph_of(work):
-    """A captured graph of `work`, which runs once before."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph
 
 
 class Captured:

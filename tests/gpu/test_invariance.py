@@ -1,14 +1,15 @@
 """Batch invariance, bit by bit: a row alone is that row in every batch."""
 
+from importlib import import_module
 from random import Random
 
 import pytest
 import torch
-from device_calls import DEVICE, is_offered, problem_of
+from device_calls import DEVICE, graph_of, is_offered, problem_of
 
 from anymla.problem import Feature
 from anymla.verification.batches import num_sequences, tokens_alone
-from anymla.verification.checks import planned, run_planned, same_bits
+from anymla.verification.checks import outputs_of, planned, run_planned, same_bits
 from anymla.verification.inputs import decode_inputs, prefill_inputs, sparse_inputs
 from anymla.verification.judge import together
 from anymla.verification.needles import Widths
@@ -64,3 +65,24 @@ def test_a_token_of_a_verify_block_has_the_bits_that_it_has_alone(backend, heads
     one = run_planned(apart, planned(apart, problem_of(apart, *features), backend), return_lse=True)
     rows = apart.num_rows
     assert torch.equal(block.out[:rows], one.out) and torch.equal(block.lse[:rows], one.lse)
+
+
+@pytest.mark.parametrize("kv_format", FORMATS)
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("op", ["decode", "verify"])
+def test_sequences_that_take_turns_in_a_workspace_have_the_bits_that_they_have_beside_each_other(
+    backend, op, heads, kv_format, monkeypatch
+):
+    call = call_of(op, heads, kv_format)
+    problem = problem_of(call, Feature.LSE, Feature.BATCH_INVARIANT, q_len=4 if op == "verify" else 1)
+    if backend != "triton" or not is_offered(problem, backend):
+        pytest.skip(f"{problem} is not offered here, or has no workspace of pieces")
+    whole = run_planned(call, planned(call, problem, backend), return_lse=True)
+    monkeypatch.setattr(import_module("anymla.backends.triton_mla.decode"), "PIECES_BYTES", 0)
+    plan, outputs = planned(call, problem, backend), outputs_of(call, return_lse=True)
+    assert len(plan.state.groups) == len(LENS)
+    graph = graph_of(lambda: run_planned(call, plan, **outputs))
+    for output in (outputs["out"], outputs["lse"]):
+        output.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(outputs["out"], whole.out) and torch.equal(outputs["lse"], whole.lse)
