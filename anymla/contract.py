@@ -9,16 +9,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from numbers import Real
 from operator import index
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from anymla.arguments import check_count as check_count
+from anymla.arguments import check_flags as check_flags
+from anymla.arguments import number_of, shown
 from anymla.errors import Reasons
 from anymla.kv_cache import KVCache
-from anymla.problem import canonical_name, count_of
+from anymla.problem import canonical_name
+from anymla.tensors import check_tensor as check_tensor
+from anymla.tensors import on_host as on_host
+from anymla.tensors import word
 
 Q_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes of latents, and of queries without a scale."""
@@ -234,64 +239,6 @@ class IndexArgs:
     as_slots: bool = False
 
 
-def on_host(*tensors: Tensor | None) -> bool:
-    """Whether every value can be looked at without a device sync."""
-    return all(t is None or t.device.type == "cpu" for t in tensors)
-
-
-def check_tensor(
-    reasons: Reasons,
-    name: str,
-    tensor: Tensor | None,
-    shape: Sequence[int | None],
-    dtypes: Sequence[torch.dtype],
-    device: torch.device | None = None,
-    origin: str = "",
-    *,
-    packed: bool = False,
-) -> bool:
-    """Note what is wrong; None in `shape` is an open axis, `origin` says where the shape is from.
-
-    Kernels take no stride of what is `packed`.
-    """
-    if not reasons.need(isinstance(tensor, Tensor), name, type(tensor).__name__, "a torch.Tensor"):
-        return False
-    assert tensor is not None
-    fits = len(tensor.shape) == len(shape) and all(
-        want is None or want == got for want, got in zip(shape, tensor.shape, strict=True)
-    )
-    axes = ", ".join("any" if s is None else str(s) for s in shape) + ("," if len(shape) == 1 else "")
-    wanted = f"({axes})" + (f", {origin}" if origin else "")
-    right = reasons.need(fits, name, f"shape {tuple(tensor.shape)}", wanted)
-    known = " or ".join(map(_word, dtypes))
-    right &= reasons.need(tensor.dtype in dtypes, name, f"dtype {_word(tensor.dtype)}", known)
-    if device is not None:
-        here = f"{device}, that of the queries"
-        right &= reasons.need(tensor.device == device, name, f"device {tensor.device}", here)
-    right &= reasons.need(tensor.layout == torch.strided, name, f"layout {tensor.layout}", "torch.strided")
-    if right and tensor.dim():
-        last = (tensor.shape[-1] - 1) * tensor.stride(-1)
-        right = reasons.need(last < 2**31, name, f"columns {last} elements apart", "less than 2**31")
-    if right and packed:
-        right = reasons.need(tensor.is_contiguous(), name, f"stride {tensor.stride(0)}", "contiguous memory")
-    return right
-
-
-def check_count(reasons: Reasons, name: str, value: object, least: int = 1) -> int:
-    """The int that `value` is, noting one that is no integer or too small; `least` in place of such a one."""
-    count = count_of(value)
-    if count is None:
-        reasons.need(False, name, shown(value), f"an integer, at least {least}")
-        return least
-    return count if reasons.need(count >= least, name, count, f"at least {least}") else least
-
-
-def check_flags(reasons: Reasons, **flags: object) -> None:
-    """Note what is neither True nor False; a tensor might have to be read back to know which it means."""
-    for name, value in flags.items():
-        reasons.need(isinstance(value, bool), name, shown(value), "True or False")
-
-
 def check_offsets(reasons: Reasons, offsets: Sequence[int], num_tokens: int | None = None) -> None:
     """Note offsets of query tokens that do not start at 0, that decrease, or that end past the tokens."""
     reasons.need(offsets[0] == 0, "qo_indptr", f"first value {offsets[0]}", "0")
@@ -305,7 +252,7 @@ def check_offsets(reasons: Reasons, offsets: Sequence[int], num_tokens: int | No
 
 def check_scale(reasons: Reasons, sm_scale: object) -> None:
     """Note a softmax scale that is not a positive finite number."""
-    good = isinstance(sm_scale, Real) and not isinstance(sm_scale, bool) and 0 < float(sm_scale) < math.inf
+    good = 0 < number_of(sm_scale) < math.inf
     reasons.need(good, "sm_scale", shown(sm_scale), "a positive finite number, such as Model.sm_scale")
 
 
@@ -543,7 +490,7 @@ def _check_q_scale(
 ) -> None:
     """Note a scale without queries in fp8, or those without a scale or over a cache that is unlike them."""
     if ql_nope.dtype not in FP8_Q_DTYPES:
-        needs = f"None: queries in {_word(ql_nope.dtype)} have no scale"
+        needs = f"None: queries in {word(ql_nope.dtype)} have no scale"
         reasons.need(q_scale is None, "q_scale", "a tensor", needs)
         return
     like = canonical_name(str(ql_nope.dtype))
@@ -587,12 +534,3 @@ def _host_values(
         pass
     reasons.need(False, name, shown(given), "integers that the host knows, or None")
     return None
-
-
-def shown(value: object) -> str:
-    """A value as a refusal prints it; of a tensor, whose values may be on a device, only where it is."""
-    return f"a tensor on {value.device}" if isinstance(value, Tensor) else repr(value)
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

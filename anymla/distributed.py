@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from anymla.arguments import check_count
 from anymla.contract import AttentionOutput, check_tensor, on_host
 from anymla.errors import Reasons
 from anymla.merging import apply_sinks, merge
+from anymla.problem import count_of
 
 
 class Place(NamedTuple):
@@ -145,7 +147,8 @@ def dcp_rows(
             reasons, "block_table", block_table, (num_seqs, None), (torch.int32,), device, "B from seq_lens"
         )
         if qo_indptr is None:
-            reasons.need(num_tokens == num_seqs, "num_tokens", num_tokens, f"{num_seqs}, B: no qo_indptr")
+            tokens = count_of(num_tokens)
+            reasons.need(tokens in (None, num_seqs), "num_tokens", tokens, f"{num_seqs}, B: no qo_indptr")
         elif check_tensor(
             reasons, "qo_indptr", qo_indptr, (num_seqs + 1,), (torch.int32,), device, "B + 1 from seq_lens"
         ) and on_host(qo_indptr):
@@ -209,6 +212,9 @@ def all_gather_combine(
         InvalidInput: part has no lse, or see `merge` and `apply_sinks`.
     """
     reasons = Reasons("all_gather_combine")
+    needs = "an AttentionOutput, or a from_ constructor"
+    if not reasons.need(isinstance(part, AttentionOutput), "part", type(part).__name__, needs):
+        reasons.raise_if_any()
     reasons.need(part.lse is not None, "part.lse", None, "[T, H]: decode with return_lse=True")
     reasons.raise_if_any()
     assert part.lse is not None
@@ -230,10 +236,9 @@ def _check_layout(what: str, **numbers: int) -> None:
 
 
 def _note_layout(reasons: Reasons, **numbers: int) -> None:
-    """Note counts below 0, a world or an interleave below 1, a rank outside the world."""
+    """Note what is no count, a world or an interleave below 1, a rank outside the world."""
     for name, number in numbers.items():
-        least = 1 if name in ("world", "interleave") else 0
-        reasons.need(number >= least, name, number, f"at least {least}")
-    if "rank" in numbers and numbers["world"] >= 1:
-        rank, world = numbers["rank"], numbers["world"]
+        check_count(reasons, name, number, 1 if name in ("world", "interleave") else 0)
+    rank, world = count_of(numbers.get("rank")), count_of(numbers.get("world"))
+    if rank is not None and world is not None and world >= 1:
         reasons.need(rank < world, "rank", rank, f"less than {world}, the world")

@@ -67,4 +67,5 @@ class Reasons:
     def raise_if_any(self) -> None:
         """Raise InvalidInput with every reason noted so far."""
         if self.found:
-            raise InvalidInput(self.what, self.found)
+            # Once each, though a flag may have been looked at twice.
+            raise InvalidInput(self.what, list(dict.fromkeys(self.found)))

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from anymla.arguments import check_count, shown
+from anymla.contract import check_tensor
 from anymla.errors import Reasons
+from anymla.problem import count_of
 
 RULES = ("identity", "interleave", "tile", "zero")
 """Head h goes to lane h; h · (padded / H), copies beside it; h, copies of all after; h, zeros after."""
@@ -30,16 +33,18 @@ class HeadPadding:
 
     def __post_init__(self) -> None:
         reasons = Reasons("HeadPadding")
-        reasons.need(self.rule in RULES, "rule", repr(self.rule), " or ".join(RULES))
-        if reasons.need(self.num_heads > 0, "num_heads", self.num_heads, "at least 1"):
-            need = f"at least {self.num_heads}, num_heads"
-            if reasons.need(self.padded >= self.num_heads, "padded", self.padded, need):
+        rule = self.rule if isinstance(self.rule, str) else None
+        reasons.need(rule in RULES, "rule", shown(self.rule), " or ".join(RULES))
+        heads, padded = check_count(reasons, "num_heads", self.num_heads), count_of(self.padded)
+        if heads == count_of(self.num_heads):
+            enough = padded is not None and padded >= heads
+            if reasons.need(enough, "padded", shown(self.padded), f"at least {heads}, num_heads"):
                 same, whole = self.padded == self.num_heads, self.padded % self.num_heads == 0
                 reasons.need(
-                    self.rule != "identity" or same, "padded", self.padded, f"{self.num_heads} for identity"
+                    rule != "identity" or same, "padded", self.padded, f"{self.num_heads} for identity"
                 )
                 need = f"a multiple of {self.num_heads} for interleave"
-                reasons.need(self.rule != "interleave" or whole, "padded", self.padded, need)
+                reasons.need(rule != "interleave" or whole, "padded", self.padded, need)
         reasons.raise_if_any()
 
     @classmethod
@@ -58,9 +63,11 @@ class HeadPadding:
 
         Source: vLLM 0.33 pads AITER's queries by these rules.
         """
-        if num_heads == padded:
-            return cls(num_heads, padded, "identity")
-        return cls(num_heads, padded, "interleave" if num_heads > 0 and padded % num_heads == 0 else "tile")
+        # What is no count is refused by the padding itself.
+        heads, lanes = count_of(num_heads) or 0, count_of(padded) or 0
+        whole = heads > 0 and lanes % heads == 0
+        rule = "identity" if heads == lanes else "interleave" if whole else "tile"
+        return cls(num_heads, padded, rule)
 
     @property
     def lanes(self) -> tuple[int | None, ...]:
@@ -86,12 +93,9 @@ class HeadPadding:
             InvalidInput: q does not have H heads, or padded_q does not fit.
         """
         reasons = Reasons("HeadPadding.pad_q")
-        self._need_heads(reasons, "q", q, 3, self.num_heads)
-        if padded_q is not None and not reasons.found:
+        if self._has_heads(reasons, "q", q, 3, self.num_heads) and padded_q is not None:
             shape = (q.shape[0], self.padded, q.shape[2])
-            fits = padded_q.shape == shape and padded_q.dtype == q.dtype and padded_q.device == q.device
-            got = f"shape {tuple(padded_q.shape)}, {padded_q.dtype} on {padded_q.device}"
-            reasons.need(fits, "padded_q", got, f"{shape}, {q.dtype} on {q.device}, from q")
+            check_tensor(reasons, "padded_q", padded_q, shape, (q.dtype,), q.device, "from q")
         reasons.raise_if_any()
         return self._spread(q, 0.0, padded_q)
 
@@ -108,9 +112,7 @@ class HeadPadding:
             InvalidInput: sinks is not [H].
         """
         reasons = Reasons("HeadPadding.pad_sinks")
-        reasons.need(
-            sinks.shape == (self.num_heads,), "sinks", f"shape {tuple(sinks.shape)}", f"({self.num_heads},)"
-        )
+        check_tensor(reasons, "sinks", sinks, (self.num_heads,), None)
         reasons.raise_if_any()
         return self._spread(sinks[None, :, None], -torch.inf, None)[0, :, 0]
 
@@ -127,7 +129,7 @@ class HeadPadding:
             InvalidInput: out does not have the padded heads.
         """
         reasons = Reasons("HeadPadding.unpad_out")
-        self._need_heads(reasons, "out", out, 3, self.padded)
+        self._has_heads(reasons, "out", out, 3, self.padded)
         reasons.raise_if_any()
         return self._real(out)
 
@@ -144,14 +146,13 @@ class HeadPadding:
             InvalidInput: lse does not have the padded heads.
         """
         reasons = Reasons("HeadPadding.unpad_lse")
-        self._need_heads(reasons, "lse", lse, 2, self.padded)
+        self._has_heads(reasons, "lse", lse, 2, self.padded)
         reasons.raise_if_any()
         return self._real(lse)
 
-    def _need_heads(self, reasons: Reasons, name: str, tensor: Tensor, ndim: int, heads: int) -> None:
-        fits = tensor.dim() == ndim and tensor.shape[1] == heads
-        needs = f"{ndim} axes, the second {heads}, from {self.num_heads} heads padded to {self.padded}"
-        reasons.need(fits, name, f"shape {tuple(tensor.shape)}", needs)
+    def _has_heads(self, reasons: Reasons, name: str, tensor: Tensor, ndim: int, heads: int) -> bool:
+        shape, origin = (None, heads, None)[:ndim], f"from {self.num_heads} heads padded to {self.padded}"
+        return check_tensor(reasons, name, tensor, shape, None, origin=origin)
 
     def _spread(self, x: Tensor, fill: float, into: Tensor | None) -> Tensor:
         """[T, H, D] over the lanes."""

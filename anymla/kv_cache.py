@@ -10,17 +10,23 @@ import torch
 from torch import Tensor
 
 from anymla import fp8
+from anymla.arguments import check_count, check_device, check_flags, number_of, shown
 from anymla.errors import Reasons
 from anymla.kv_formats import FOREIGN_FORMATS, NAME_OF_DTYPE, SHUFFLE, row_named
 from anymla.kv_formats import KV_FORMATS as KV_FORMATS
 from anymla.kv_formats import DequantScratch as DequantScratch
 from anymla.kv_formats import KVFormat as KVFormat
 from anymla.kv_formats import Tag as Tag
+from anymla.problem import count_of
+from anymla.tensors import check_tensor, word
 
 _FP32 = torch.finfo(torch.float32)
 
 _CONVERTED_AT_ONCE = 1 << 19
 """Values: enough to hide the cost of the calls, few enough for the second-level cache."""
+
+_CALIBRATED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+"""Dtypes of the latents that a scale is calibrated for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,24 +105,24 @@ class KVCache:
             InvalidInput: with every reason.
         """
         reasons = Reasons("KVCache.allocate")
-        reasons.need(num_blocks >= 0, "num_blocks", num_blocks, "at least 0")
-        reasons.need(block_size >= 1, "block_size", block_size, "at least 1")
+        num_blocks = check_count(reasons, "num_blocks", num_blocks, 0)
+        tokens, block_size = count_of(block_size), check_count(reasons, "block_size", block_size)
         row = row_named(reasons, "kv_format", kv_format)
-        if row is not None:
-            target = torch.empty(0, device=device).device
+        target = check_device(reasons, device)
+        if row is not None and target is not None:
             scale = _checked_scale(reasons, row, scale, target, check=False)
-            if refusal := row.refusal(kv_lora_rank, qk_rope_head_dim, block_size):
-                reasons.found.append(refusal)
+        widths = _checked_widths(reasons, row, kv_lora_rank, qk_rope_head_dim, tokens)
         reasons.raise_if_any()
         assert row is not None and not isinstance(scale, float)
-        shape = num_blocks, block_size, row.row_width(kv_lora_rank, qk_rope_head_dim)
-        data = torch.zeros(shape, dtype=row.storage_dtype, device=device).view(row.dtype)
-        return cls(data, row, kv_lora_rank, qk_rope_head_dim, scale)
+        shape = num_blocks, block_size, row.row_width(*widths)
+        data = torch.zeros(shape, dtype=row.storage_dtype, device=target).view(row.dtype)
+        return cls(data, row, *widths, scale)
 
     def write(self, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor, *, power_of_two: bool = False) -> None:
         """Store new tokens in place; slot -1 is skipped, no other slot may occur twice.
 
         On a device this syncs once, to leave out the skipped tokens; backends bring kernels that do not.
+        Nothing is checked, since a backend writes by it what `anymla.write_cache` has checked.
 
         Args:
             kv_c: [S, L] float.
@@ -139,7 +145,22 @@ class KVCache:
 
         Returns:
             [N, L + R]; [0, L + R] for no slots.
+
+        Raises:
+            InvalidInput: slots are no [N] integers on the device of the pages, or, on the CPU, beyond them;
+                or the dtype is none of floats.
         """
+        reasons = Reasons("KVCache.read")
+        if check_tensor(reasons, "slots", slots, (None,), (torch.int64, torch.int32)):
+            needs = f"{self.device}, that of the cache"
+            reasons.need(slots.device == self.device, "slots", f"device {slots.device}", needs)
+            if slots.device.type == "cpu" and slots.numel():
+                (low, high), most = (int(x) for x in torch.aminmax(slots)), self.num_blocks * self.block_size
+                reasons.need(low >= 0, "slots", low, "a slot, 0 or more")
+                reasons.need(high < most, "slots", high, f"less than {most}, the slots of the cache")
+        floats = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        reasons.need(floats, "dtype", shown(dtype), "a floating torch.dtype")
+        reasons.raise_if_any()
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         out = torch.empty((slots.shape[0], self.width), dtype=exact, device=self.device)
         self.dequantise(self.gather(slots), out)
@@ -280,23 +301,24 @@ def open_cache(
     reasons = Reasons("open_cache")
     if not reasons.need(isinstance(data, Tensor), "kv_cache", type(data).__name__, "a torch.Tensor"):
         reasons.raise_if_any()
+    check_flags(reasons, check=check)
     target = row_named(reasons, "convert_to", convert_to) if convert_to is not None else None
     row = _row_of(reasons, data, kv_format, target, tag)
-    if tag is not None and (told := Tag.parse(tag)) is not None:
-        size = data.shape[1] if data.dim() == 3 else told.block_size
-        facts = ("kv_lora_rank", kv_lora_rank), ("qk_rope_head_dim", qk_rope_head_dim), ("block_size", size)
-        for name, value in facts:
-            reasons.need(value == getattr(told, name), name, value, f"{getattr(told, name)}, from the tag")
     if row is not None:
-        scale = _checked_scale(reasons, row, scale, data.device, check=check)
-        tokens = data.shape[1] if data.dim() == 3 else None
-        if refusal := row.refusal(kv_lora_rank, qk_rope_head_dim, tokens):
-            reasons.found.append(refusal)
-        else:
-            _check_layout(reasons, data, row, row.row_width(kv_lora_rank, qk_rope_head_dim))
+        scale = _checked_scale(reasons, row, scale, data.device, check=check is True)
+    tokens, before = data.shape[1] if data.dim() == 3 else None, len(reasons.found)
+    widths = _checked_widths(reasons, row, kv_lora_rank, qk_rope_head_dim, tokens)
+    if row is not None and len(reasons.found) == before:
+        _check_layout(reasons, data, row, row.row_width(*widths))
+    if tag is not None and (told := Tag.parse(tag)) is not None:
+        size = told.block_size if tokens is None else tokens
+        facts = ("kv_lora_rank", kv_lora_rank), ("qk_rope_head_dim", qk_rope_head_dim), ("block_size", size)
+        for name, value in ((name, count_of(value)) for name, value in facts):
+            right = getattr(told, name)
+            reasons.need(value in (None, right), name, value, f"{right}, from the tag")
     reasons.raise_if_any()
     assert row is not None and not isinstance(scale, float)
-    cache = KVCache(data.view(row.dtype), row, kv_lora_rank, qk_rope_head_dim, scale)
+    cache = KVCache(data.view(row.dtype), row, *widths, scale)
     return cache if target is None else convert(cache, target.name)
 
 
@@ -319,6 +341,9 @@ def convert(cache: KVCache, kv_format: str, *, scale: Tensor | float | None = No
         InvalidInput: The format is unknown, cannot hold these widths, or lacks a scale.
     """
     reasons = Reasons("convert")
+    needs = "a KVCache, from KVCache.allocate or open_cache"
+    if not reasons.need(isinstance(cache, KVCache), "cache", type(cache).__name__, needs):
+        reasons.raise_if_any()
     target, source, width = row_named(reasons, "kv_format", kv_format), cache.format, cache.kv_lora_rank
     if target is source and scale is None:
         return cache
@@ -372,10 +397,13 @@ def calibrate_scale(kv_c: Tensor, k_pe: Tensor, kv_format: str, *, margin: float
     if row is not None:
         scaled = " or ".join(name for name, other in KV_FORMATS.items() if other.scaled)
         reasons.need(row.scaled, "kv_format", row.name, f"a format with one scale: {scaled}")
-    reasons.need(math.isfinite(margin) and margin >= 1, "margin", margin, "a finite number, at least 1")
+    right = 1 <= number_of(margin) < math.inf
+    reasons.need(right, "margin", shown(margin), "a finite number, at least 1")
     amax = 0.0
     for name, tensor in (("kv_c", kv_c), ("k_pe", k_pe)):
-        if tensor.numel():
+        if not check_tensor(reasons, name, tensor, None, _CALIBRATED_DTYPES):
+            continue
+        if reasons.need(not tensor.is_meta, name, "device meta", "values to look at") and tensor.numel():
             found = tensor.abs().amax().item()
             reasons.need(math.isfinite(found), name, f"a largest magnitude of {found}", "finite values")
             amax = max(amax, found)
@@ -390,13 +418,13 @@ def _row_of(
 ) -> KVFormat | None:
     """The format of `data` by its tag, else by name, else by dtype."""
     by_dtype = NAME_OF_DTYPE.get(data.dtype)
-    if kv_format in ("fp8", "fp8_e4m3") and data.dtype in fp8.FLAVOURS:
+    if isinstance(kv_format, str) and kv_format in ("fp8", "fp8_e4m3") and data.dtype in fp8.FLAVOURS:
         kv_format = by_dtype
     named = None if kv_format is None else row_named(reasons, "kv_format", kv_format)
     if tag is not None:
         told = Tag.parse(tag)
         needs = f"one of this version, such as '{Tag('fp8_e4m3fn', 512, 64, 64)}'"
-        reasons.need(told is not None, "tag", repr(tag), needs)
+        reasons.need(told is not None, "tag", shown(tag), needs)
         if told is None:
             return None
         if named is not None and named is not target:
@@ -405,7 +433,7 @@ def _row_of(
         return (KV_FORMATS | FOREIGN_FORMATS)[told.kv_format]
     if kv_format is not None:
         return named
-    got = f"None, with data of {_word(data.dtype)}"
+    got = f"None, with data of {word(data.dtype)}"
     if reasons.need(by_dtype is not None, "kv_format", got, f"a tag, or one of {', '.join(KV_FORMATS)}"):
         assert by_dtype is not None
         return KV_FORMATS[by_dtype]
@@ -415,11 +443,12 @@ def _row_of(
 def _check_layout(reasons: Reasons, data: Tensor, row: KVFormat, width: int) -> None:
     """Note a dtype, shape or stride that rows of this format and width cannot have."""
     dtypes = dict.fromkeys((row.dtype, row.storage_dtype))
-    needs = f"{' or '.join(map(_word, dtypes))} for {row.name}"
-    reasons.need(data.dtype in dtypes, "kv_cache", f"dtype {_word(data.dtype)}", needs)
+    needs = f"{' or '.join(map(word, dtypes))} for {row.name}"
+    reasons.need(data.dtype in dtypes, "kv_cache", f"dtype {word(data.dtype)}", needs)
     fits = data.dim() == 3 and data.shape[1] >= 1 and data.shape[2] == width
     needs = f"(pages, block_size, {width}) for {row.name} of these widths"
-    if not reasons.need(fits, "kv_cache", f"shape {tuple(data.shape)}", needs):
+    strided = reasons.need(data.layout == torch.strided, "kv_cache", f"layout {data.layout}", "torch.strided")
+    if not reasons.need(fits, "kv_cache", f"shape {tuple(data.shape)}", needs) or not strided:
         return
     (pages, size, _), (page, token, element) = data.shape, data.stride()
     # The stride of an axis of length 1 means nothing.
@@ -442,19 +471,17 @@ def _checked_scale(
 ) -> Tensor | None:
     """The scale as [1] fp32, or None and a note; a value on a device is looked at only with `check`."""
     if not row.scaled:
-        shown = _shown(scale)
-        reasons.need(scale is None, "scale", shown, f"None: {row.name} has no scale of the whole cache")
+        reasons.need(
+            scale is None, "scale", _shown(scale), f"None: {row.name} has no scale of the whole cache"
+        )
         return None
     most = _FP32.max / row.largest
     needs = f"[1] fp32 on {device}, above 0 and at most {most:.3g}, for {row.name} (see calibrate_scale)"
-    if isinstance(scale, int | float):
-        scale = float(scale)
-        if not reasons.need(_FP32.smallest_normal <= scale <= most, "scale", scale, needs):
-            return None
-        return torch.tensor([scale], dtype=torch.float32, device=device)
     if not isinstance(scale, Tensor):
-        reasons.need(False, "scale", _shown(scale), needs)
-        return None
+        value = number_of(scale)
+        if not reasons.need(_FP32.smallest_normal <= value <= most, "scale", _shown(scale), needs):
+            return None
+        return torch.tensor([value], dtype=torch.float32, device=device)
     right = scale.shape in ((), (1,)) and scale.dtype == torch.float32 and scale.device == device
     if not reasons.need(right, "scale", _shown(scale), needs):
         return None
@@ -463,9 +490,26 @@ def _checked_scale(
     return scale.reshape(1)
 
 
+def _checked_widths(
+    reasons: Reasons,
+    row: KVFormat | None,
+    kv_lora_rank: object,
+    qk_rope_head_dim: object,
+    block_size: int | None,
+) -> tuple[int, int]:
+    """L and R as ints, noting what is none, or cannot be a row of this format in pages of this size."""
+    rank, rope = count_of(kv_lora_rank), count_of(qk_rope_head_dim)
+    if rank is None or rope is None:
+        rank = check_count(reasons, "kv_lora_rank", kv_lora_rank)
+        rope = check_count(reasons, "qk_rope_head_dim", qk_rope_head_dim, 0)
+    elif row is not None and (refusal := row.refusal(rank, rope, block_size)):
+        reasons.found.append(refusal)
+    return rank, rope
+
+
 def _shown(scale: object) -> str:
     if isinstance(scale, Tensor):
-        return f"{list(scale.shape)} {_word(scale.dtype)} on {scale.device}"
+        return f"{list(scale.shape)} {word(scale.dtype)} on {scale.device}"
     return str(scale)
 
 
@@ -513,7 +557,3 @@ def _recode(raw: Tensor, source: KVFormat, target: KVFormat, num_values: int, fa
     raw[:, :num_values] = fp8.to_bytes(values, target.value_dtype)
     if target.tile:
         raw[:, num_values : num_values + 4 * target.num_tiles(num_values)].view(torch.float32).mul_(factor)
-
-
-def _word(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from anymla import fp8
+from anymla.arguments import shown
 from anymla.errors import Reasons
 from anymla.problem import FOREIGN_FORMAT_NAMES, KV_FORMAT_NAMES, canonical_name
 
@@ -179,7 +180,8 @@ class Tag:
     @classmethod
     def parse(cls, text: str) -> "Tag | None":
         """Read a tag, or None if it is none of this version or names no format."""
-        match = re.fullmatch(r"anymla-kv/1 (\w+) L=(\d+) R=(\d+) block=(\d+)", text, re.ASCII)
+        pattern = r"anymla-kv/1 (\w+) L=(\d+) R=(\d+) block=(\d+)"
+        match = re.fullmatch(pattern, text, re.ASCII) if isinstance(text, str) else None
         if match is None or match[1] not in KV_FORMATS | FOREIGN_FORMATS:
             return None
         return cls(match[1], int(match[2]), int(match[3]), int(match[4]))
@@ -189,5 +191,5 @@ def row_named(reasons: Reasons, argument: str, name: str) -> KVFormat | None:
     """The row of that name; a bare "fp8" names none, because its flavour differs from chip to chip."""
     known = KV_FORMATS | FOREIGN_FORMATS
     row = known.get(canonical_name(name, "")) if isinstance(name, str) else None
-    reasons.need(row is not None, argument, repr(name), f"one of {', '.join(KV_FORMATS)}")
+    reasons.need(row is not None, argument, shown(name), f"one of {', '.join(KV_FORMATS)}")
     return row

@@ -10,8 +10,10 @@ up-projections are selections of one block. Nothing is approximated, since every
 import torch
 from torch import Tensor
 
+from anymla.arguments import check_count, check_device, shown
 from anymla.contract import check_tensor
 from anymla.errors import Reasons
+from anymla.problem import count_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -72,18 +74,16 @@ def split_kv_b(
     Source: modeling_deepseek_v2, kv_b_proj.
     """
     reasons = Reasons("split_kv_b")
-    for name, value in (
-        ("num_heads", num_heads),
-        ("qk_nope_head_dim", qk_nope_head_dim),
-        ("v_head_dim", v_head_dim),
-    ):
-        reasons.need(value > 0, name, value, "at least 1")
-    rows = num_heads * (qk_nope_head_dim + v_head_dim)
+    num_heads = check_count(reasons, "num_heads", num_heads)
+    qk_nope_head_dim = check_count(reasons, "qk_nope_head_dim", qk_nope_head_dim)
+    v_head_dim = check_count(reasons, "v_head_dim", v_head_dim)
+    # A number that is none says nothing of the rows.
+    rows = None if reasons.found else num_heads * (qk_nope_head_dim + v_head_dim)
     check_tensor(
         reasons, "weight", weight, (rows, None), DTYPES, origin="num_heads * (qk_nope_head_dim + v_head_dim)"
     )
     reasons.raise_if_any()
-    per_head = weight.reshape(num_heads, rows // num_heads, weight.shape[1])
+    per_head = weight.reshape(num_heads, qk_nope_head_dim + v_head_dim, weight.shape[1])
     w_uk, w_uv = torch.split(per_head, [qk_nope_head_dim, v_head_dim], dim=1)
     return w_uk.contiguous(), w_uv.transpose(1, 2).contiguous()
 
@@ -112,8 +112,17 @@ def block_selectors(
         InvalidInput: the heads do not divide, or a number is not positive.
     """
     reasons = Reasons("block_selectors")
-    _check_groups(reasons, num_heads, num_kv_heads)
-    reasons.need(head_dim > 0, "head_dim", head_dim, "at least 1")
+    num_heads = check_count(reasons, "num_heads", num_heads)
+    if not reasons.found:
+        num_kv_heads = _check_groups(reasons, num_heads, num_kv_heads)
+    head_dim = check_count(reasons, "head_dim", head_dim)
+    reasons.need(
+        isinstance(dtype, torch.dtype) and dtype in DTYPES,
+        "dtype",
+        shown(dtype),
+        " or ".join(map(str, DTYPES)),
+    )
+    device = check_device(reasons, device)
     reasons.raise_if_any()
     identity = torch.eye(head_dim, dtype=dtype, device=device).expand(num_heads, -1, -1).transpose(0, 1)
     w_uk = absorb_gqa(identity, num_kv_heads).transpose(0, 1)
@@ -136,7 +145,7 @@ def absorb_gqa(q: Tensor, num_kv_heads: int) -> Tensor:
     """
     reasons = Reasons("absorb_gqa")
     if check_tensor(reasons, "q", q, (None, None, None), DTYPES):
-        _check_groups(reasons, q.shape[1], num_kv_heads)
+        num_kv_heads = _check_groups(reasons, q.shape[1], num_kv_heads)
     reasons.raise_if_any()
     group, head_dim = q.shape[1] // num_kv_heads, q.shape[2]
     absorbed = q.new_zeros(q.shape[0], q.shape[1], 2 * num_kv_heads * head_dim)
@@ -161,8 +170,8 @@ def project_gqa(out: Tensor, num_kv_heads: int) -> Tensor:
     """
     reasons = Reasons("project_gqa")
     if check_tensor(reasons, "out", out, (None, None, None), DTYPES):
-        divides = _check_groups(reasons, out.shape[1], num_kv_heads)
-        whole = not divides or (out.shape[2] > 0 and out.shape[2] % (2 * num_kv_heads) == 0)
+        num_kv_heads = _check_groups(reasons, out.shape[1], num_kv_heads)
+        whole = bool(reasons.found) or (out.shape[2] > 0 and out.shape[2] % (2 * num_kv_heads) == 0)
         reasons.need(
             whole, "out", f"width {out.shape[2]}", f"a multiple of {2 * num_kv_heads}, 2 * num_kv_heads"
         )
@@ -202,11 +211,9 @@ def _per_head(what: str, x_name: str, x: Tensor, w_name: str, w: Tensor, origin:
     return torch.bmm(x.transpose(0, 1), w).transpose(0, 1)
 
 
-def _check_groups(reasons: Reasons, num_heads: int, num_kv_heads: int) -> bool:
-    """Note key-value heads that do not divide the heads."""
-    return reasons.need(
-        num_kv_heads > 0 and num_heads > 0 and num_heads % num_kv_heads == 0,
-        "num_kv_heads",
-        num_kv_heads,
-        f"a divisor of {num_heads}, the heads",
-    )
+def _check_groups(reasons: Reasons, num_heads: int, num_kv_heads: object) -> int:
+    """G, noting key-value heads that do not divide the heads."""
+    count = count_of(num_kv_heads) or 0
+    right = count > 0 and num_heads > 0 and num_heads % count == 0
+    reasons.need(right, "num_kv_heads", shown(num_kv_heads), f"a divisor of {num_heads}, the heads")
+    return count

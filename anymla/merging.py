@@ -207,6 +207,10 @@ def _lse_dtype(out: Tensor) -> torch.dtype:
 
 def _check_parts(parts: Sequence[AttentionOutput]) -> None:
     reasons = Reasons("merge")
+    if not reasons.need(
+        isinstance(parts, Sequence), "parts", type(parts).__name__, "a list of AttentionOutput"
+    ):
+        reasons.raise_if_any()
     reasons.need(len(parts) > 0, "parts", "none", "at least 1")
     first: Tensor | None = None
     for i, part in enumerate(parts):

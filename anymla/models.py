@@ -4,8 +4,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from anymla.errors import InvalidInput
-from anymla.problem import Feature, Problem
+from anymla.arguments import check_count, check_flags, check_name, shown
+from anymla.errors import InvalidInput, Reasons
+from anymla.problem import OPS, Feature, Problem, count_of
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,10 @@ class Model:
         Raises:
             InvalidInput: `tp` does not divide the heads.
         """
-        if tp in self.tp_sizes:
-            return self.num_heads // tp
-        sizes = ", ".join(map(str, self.tp_sizes))
-        raise InvalidInput("model", [f"tp got {tp}; needs a divisor of {self.num_heads} heads: {sizes}"])
+        reasons = Reasons("model")
+        heads = self._local_heads(reasons, tp)
+        reasons.raise_if_any()
+        return heads
 
     def problem(
         self,
@@ -120,20 +121,27 @@ class Model:
             cached_context: Whether the new tokens of a prefill have earlier ones in the cache.
 
         Raises:
-            InvalidInput: `tp` does not divide the heads, the model has no index, or a page no whole pools.
+            InvalidInput: `op` is no operation, `tp` does not divide the heads, a number is no count, a flag
+                none, the model has no index, or a page no whole pools.
         """
-        indexed = op == "index_topk"
-        if indexed and not self.index_heads:
-            have = ", ".join(name for name, model in MODELS.items() if model.index_heads)
-            raise InvalidInput("model", [f"op got index_topk; needs a model with an index: {have}"])
+        reasons = Reasons("model")
+        indexed = check_name(reasons, "op", op, OPS) and op == "index_topk"
+        have = ", ".join(name for name, model in MODELS.items() if model.index_heads)
+        reasons.need(not indexed or self.index_heads > 0, "op", op, f"a model with an index: {have}")
+        heads = self._local_heads(reasons, tp)
+        tokens, block_size = count_of(block_size), check_count(reasons, "block_size", block_size)
+        q_len = check_count(reasons, "q_len", q_len, 0)
+        topk = None if topk is None else check_count(reasons, "topk", topk, 0)
+        sinks = self.sinks if sinks is None else sinks
+        check_flags(reasons, lse=lse, sinks=sinks, cached_context=cached_context)
         pool = self.index_pool if indexed else 1
-        if block_size % pool:
-            needs = f"a multiple of {pool}, the tokens of an index key"
-            raise InvalidInput("model", [f"block_size got {block_size}; needs {needs}"])
+        needs = f"a multiple of {pool}, the tokens of an index key"
+        reasons.need((tokens or 0) % pool == 0, "block_size", tokens, needs)
+        reasons.raise_if_any()
         q_len = 1 if pool > 1 else q_len
         attends = op in ("decode", "sparse_decode", "prefill")
         features = set()
-        if attends and (self.sinks if sinks is None else sinks):
+        if attends and sinks:
             features.add(Feature.SINKS)
         if attends and lse:
             features.add(Feature.LSE)
@@ -142,12 +150,11 @@ class Model:
             features.add(Feature.MULTI_TOKEN)
         if op == "prefill" and cached_context:
             features.add(Feature.CACHED_CONTEXT)
-        heads = self.local_heads(tp)
         own = self.index_topk // pool if indexed else self.most_chosen
         return Problem(
             op=op,
             q_dtype=q_dtype,
-            kv_format=kv_format or ("index_k" if indexed else q_dtype),
+            kv_format=("index_k" if indexed else q_dtype) if kv_format is None else kv_format,
             num_heads=self.index_heads if indexed else heads if attends else 1,
             kv_lora_rank=self.index_head_dim if indexed else self.kv_lora_rank,
             qk_rope_head_dim=0 if indexed else self.qk_rope_head_dim,
@@ -158,6 +165,12 @@ class Model:
             topk=(topk or own or 2048) if op in ("sparse_decode", "index_topk") else 0,
             features=frozenset(features),
         )
+
+    def _local_heads(self, reasons: Reasons, tp: object) -> int:
+        """The heads of one rank, noting a tensor parallel size that does not divide them."""
+        size, sizes = count_of(tp), ", ".join(map(str, self.tp_sizes))
+        reasons.need(size in self.tp_sizes, "tp", shown(tp), f"a divisor of {self.num_heads} heads: {sizes}")
+        return self.num_heads // (size or 1)
 
 
 def model_named(name: str) -> Model:
@@ -172,9 +185,9 @@ def model_named(name: str) -> Model:
     Raises:
         InvalidInput: no row has that name; the message lists all.
     """
-    key = name.rsplit("/", 1)[-1].lower().replace("_", "-")
+    key = name.rsplit("/", 1)[-1].lower().replace("_", "-") if isinstance(name, str) else ""
     if key not in MODELS:
-        raise InvalidInput("model", [f"model got {name!r}; needs one of {', '.join(MODELS)}"])
+        raise InvalidInput("model", [f"model got {shown(name)}; needs one of {', '.join(MODELS)}"])
     return MODELS[key]
 
 

@@ -82,6 +82,8 @@ def canonical_name(name: str, fp8_flavour: str = "e4m3fn") -> str:
 
 def count_of(value: object) -> int | None:
     """The int that an integer of any library is; None for all else, True and False too."""
+    if type(value) is int:  # the usual one, ten times faster than asking an abstract class
+        return value
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
 
 

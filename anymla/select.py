@@ -7,6 +7,7 @@ from functools import lru_cache, update_wrapper
 from importlib import import_module
 from typing import Any, Generic, ParamSpec, TypeVar
 
+from anymla.arguments import check_count, check_name, shown
 from anymla.backends import BACKENDS, Backend
 from anymla.errors import NoBackend, Reasons, UnknownBackend
 from anymla.hardware.arches import ARCHES
@@ -20,7 +21,6 @@ from anymla.problem import (
     OPS,
     Feature,
     Problem,
-    count_of,
 )
 from anymla.rules import Rule, likeness, listed, one_of
 
@@ -103,13 +103,19 @@ class _Remembered(Generic[P, T]):
             return question(*asked, **named)
 
         self._answered: Callable[..., T] = answered
+        self._question = question
         self.cache_clear = answered.cache_clear
         update_wrapper(self, question)
 
     def __call__(self, *asked: P.args, **named: P.kwargs) -> T:
         # A manifest that nobody imported yet has told nothing that could be out of date.
         imported = (sys.modules.get(manifest) for manifest in dict.fromkeys(row.manifest for row in BACKENDS))
-        return self._answered(tuple(one.surroundings() for one in imported if one), *asked, **named)
+        try:
+            return self._answered(tuple(one.surroundings() for one in imported if one), *asked, **named)
+        except TypeError:
+            pass
+        # What cannot be remembered is of no kind that may be asked about: the question itself says so.
+        return self._question(*asked, **named)
 
 
 @_Remembered
@@ -125,9 +131,9 @@ def explain(problem: Problem, machine: Machine, tp_heads: TPHeads = ()) -> tuple
         One verdict a backend, in order of preference, each with all of its reasons.
 
     Raises:
-        InvalidInput: the problem has an unknown name, or a count that cannot be.
+        InvalidInput: the problem has an unknown name, or a count that cannot be, or the machine is none.
     """
-    check(problem)
+    check(problem, machine)
     return tuple(
         _verdict(name, problem, machine, tp_heads) for name in dict.fromkeys(b.name for b in BACKENDS)
     )
@@ -143,13 +149,13 @@ def choose(problem: Problem, machine: Machine, backend: str = "auto") -> Choice:
         backend: A name in BACKENDS, or "auto".
 
     Raises:
-        InvalidInput: the problem has an unknown name, or a count that cannot be.
+        InvalidInput: the problem has an unknown name, or a count that cannot be, or the machine is none.
         UnknownBackend: no row has that name.
         NoBackend: nothing, or not the named backend, takes it; the message gives every reason.
     """
     verdicts = explain(problem, machine)
     names = [verdict.backend.name for verdict in verdicts]
-    if backend not in ("auto", *names):
+    if not isinstance(backend, str) or backend not in ("auto", *names):
         raise UnknownBackend(backend, names)
     asked = [verdict for verdict in verdicts if backend in ("auto", verdict.backend.name)]
     verdict = preferred(asked)
@@ -187,17 +193,20 @@ def _manifests(machine: Machine) -> dict[str, Any]:
     return {name: import_module(path) for name, path in {row.name: row.manifest for row in rows}.items()}
 
 
-def check(problem: Problem) -> None:
-    """Refuse a problem with an unknown name or a count that cannot be, with every reason."""
+def check(problem: Problem, *machines: Machine) -> None:
+    """Refuse what is no problem or machine, an unknown name or a count that cannot be, with every reason."""
     reasons = Reasons("problem")
+    needs = "a Problem, such as Model.problem(op)"
+    is_one = reasons.need(isinstance(problem, Problem), "problem", shown(problem), needs)
+    for machine in machines:
+        needs = "a Machine, from machine_named or this_machine"
+        reasons.need(isinstance(machine, Machine), "machine", shown(machine), needs)
+    if not is_one:
+        reasons.raise_if_any()
     for name, known in (("op", OPS), ("q_dtype", DTYPE_NAMES), ("kv_format", FORMAT_NAMES)):
-        value = getattr(problem, name)
-        reasons.need(value in known, name, value, f"one of {listed(known)}")
+        check_name(reasons, name, getattr(problem, name), known)
     for name, least in COUNTS.items():
-        value, words = getattr(problem, name), f"at least {least}"
-        count = count_of(value)
-        needs = f"an integer, {words}" if count is None else words
-        reasons.need(count is not None and count >= least, name, repr(value), needs)
+        check_count(reasons, name, getattr(problem, name), least)
     named = isinstance(problem.features, frozenset) and all(isinstance(f, Feature) for f in problem.features)
     reasons.need(named, "features", repr(problem.features), "a frozenset of Feature")
     reasons.raise_if_any()

@@ -50,7 +50,7 @@ def workspace_bytes(
         InvalidInput: a bound that the operation needs is missing or negative, or the problem cannot be.
         NoBackend: nothing, or not the named backend, takes the problem.
     """
-    choice = select.choose(problem, machine or this_machine(), backend)
+    choice = select.choose(problem, this_machine() if machine is None else machine, backend)
     reasons = Reasons("workspace_bytes")
     given = {"num_seqs": num_seqs, "num_tokens": num_tokens, "max_seq_len": max_seq_len}
     unused = {name: 0 for name, value in given.items() if value is None and name not in BOUNDS[problem.op]}

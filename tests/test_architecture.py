@@ -11,8 +11,8 @@ import pytest
 ROOT = Path(__file__).parent.parent / "anymla"
 FILES = sorted(ROOT.rglob("*.py"))
 
-WORDS = {"errors", "rules", "problem", "models"}
-CONTRACT = {"kv_formats", "kv_cache", "contract"}
+WORDS = {"errors", "rules", "problem", "arguments", "models"}
+CONTRACT = {"tensors", "kv_formats", "kv_cache", "contract"}
 MATHS = {"latent", "merging", "heads", "indices"}
 CHOICE = {"backends", "select"}
 FRONT = {"planned", "plans", "workspace", "api", "ops", "distributed"}
@@ -22,21 +22,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "rules": set(),
     "problem": set(),
-    "models": {"errors", "problem"},
+    "arguments": {"errors", "rules", "problem"},
+    "models": {"errors", "problem", "arguments"},
     "hardware.arches": set(),
     "hardware.launch": {"hardware.arches"},
     "hardware.tiles": {"hardware.arches", "hardware.launch"},
-    "hardware.probe": {"errors", "hardware.arches"},
+    "hardware.probe": {"errors", "arguments", "hardware.arches"},
     "hardware.quirks": {"rules", "problem", "hardware.arches"},
     "hardware.kernel_quirks": {"rules", "hardware.quirks"},
     "fp8": set(),
-    "kv_formats": {"errors", "problem", "fp8"},
-    "kv_cache": {"errors", "problem", "fp8", "kv_formats"},
-    "contract": {"errors", "problem", "kv_cache"},
-    **{module: {"errors", "problem"} | CONTRACT for module in (*MATHS, "reference")},
-    "indices": {"errors", "problem", "fp8"} | CONTRACT,
+    "tensors": {"errors"},
+    "kv_formats": {"errors", "problem", "arguments", "fp8"},
+    "kv_cache": {"errors", "problem", "arguments", "tensors", "fp8", "kv_formats"},
+    "contract": {"errors", "problem", "arguments", "tensors", "kv_cache"},
+    **{module: {"errors", "problem", "arguments"} | CONTRACT for module in (*MATHS, "reference")},
+    "indices": {"errors", "problem", "arguments", "fp8"} | CONTRACT,
     "backends": {"problem", "rules"},
-    "select": {"errors", "problem", "rules", "backends", "hardware"},
+    "select": {"errors", "problem", "rules", "arguments", "backends", "hardware"},
     "backends.*": {"errors", "problem", "hardware"} | CONTRACT | MATHS,
     "planned": WORDS | CONTRACT | {"select"},
     "plans": WORDS | CONTRACT | {"select", "hardware", "planned"},

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
-from anymla.errors import InvalidInput
+from anymla.arguments import check_device, check_name, shown
+from anymla.errors import InvalidInput, Reasons
 from anymla.hardware.arches import ARCHES, Arch
 
 
@@ -74,7 +75,15 @@ class Machine:
         return self.facts.fp8_flavour if self.facts else "e4m3fn"
 
     def having(self, package: str, version: str) -> "Machine":
-        """The same machine with that release of a package, which makes it one that is only asked about."""
+        """The same machine with that release of a package, which makes it one that is only asked about.
+
+        Raises:
+            InvalidInput: the package is none of PACKAGES, or the version no text.
+        """
+        reasons = Reasons("machine")
+        check_name(reasons, "package", package, tuple(PACKAGES))
+        reasons.need(isinstance(version, str), "version", shown(version), "a release, such as '2.13.0'")
+        reasons.raise_if_any()
         packages = dict(self.packages) | {package: version}
         return replace(self, packages=tuple(sorted(packages.items())), assumed=True)
 
@@ -91,25 +100,40 @@ def machine_named(name: str) -> Machine:
     Raises:
         InvalidInput: no row has that name; the message lists all.
     """
-    arch = ARCHES.get(name)
+    arch = ARCHES.get(name) if isinstance(name, str) else None
     if arch is None:
-        raise InvalidInput("machine", [f"machine got {name!r}; needs one of {', '.join(ARCHES)}"])
+        raise InvalidInput("machine", [f"machine got {shown(name)}; needs one of {', '.join(ARCHES)}"])
     packages = tuple((package, NEWEST) for package in sorted(PACKAGES))
     return Machine(name, packages, True, arch.part, arch.multiprocessors or 0)
 
 
-@lru_cache(maxsize=64)
 def this_machine(device: object = None) -> Machine:
     """The machine of a device of this process, asked of its driver once.
 
     Args:
         device: A torch.device or its name. None: the first GPU that a driver reports, else the CPU;
             this needs no torch.
+
+    Returns:
+        The machine, not assumed.
+
+    Raises:
+        InvalidInput: it names no device of this process.
     """
+    try:
+        return _machine_at(device)
+    except TypeError:
+        pass
+    # What cannot be remembered names no device: asked without memory, it is refused in words.
+    return _machine_at.__wrapped__(device)
+
+
+@lru_cache(maxsize=64)
+def _machine_at(device: object) -> Machine:
     if device is None:
         arch, device_name, multiprocessors = _nvidia_device() or _amd_device() or _cpu_device()
     else:
-        kind = str(device).partition(":")[0]
+        kind = _kind_of(device)
         if kind == "cuda":
             arch, device_name, multiprocessors = _torch_device(device)
         else:
@@ -169,6 +193,17 @@ def _installed_version(name: str, package: Package) -> str | None:
         except importlib.metadata.PackageNotFoundError:
             continue
     return "unknown"
+
+
+def _kind_of(device: object) -> str:
+    """What kind of device it is, such as "cuda", or InvalidInput if this process has none of that name."""
+    if isinstance(device, str) and device == "cpu":  # needs no torch
+        return device
+    reasons = Reasons("machine")
+    place = check_device(reasons, device)
+    reasons.raise_if_any()
+    assert place is not None
+    return place.type
 
 
 def _cpu_device() -> tuple[str, str, int]:

@@ -278,8 +278,8 @@ def emulated(
     with ExitStack() as stack:
         stack.enter_context(patch.object(CompiledKernel, "_init_handles", loading))
         stack.enter_context(patch.object(probe, "_cpu_device", lambda: (chip, ARCHES[chip].part, units)))
-        stack.callback(probe.this_machine.cache_clear)
-        probe.this_machine.cache_clear()
+        stack.callback(probe._machine_at.cache_clear)
+        probe._machine_at.cache_clear()
         before = triton.runtime.driver._active
         triton.runtime.driver.set_active(emulator)
         stack.callback(setattr, triton.runtime.driver, "_active", before)
