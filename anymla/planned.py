@@ -74,10 +74,11 @@ class Plan:
         )
 
     def _knows(self, reasons: Reasons, name: str, q: Tensor) -> None:
-        """Queries are of the planned dtype, for which kernels are chosen; for fp8 16 bits do as well."""
+        """Queries are of the dtype for which kernels were chosen; in place of fp8 attention takes 16 bits."""
         if isinstance(q, Tensor):
             given, planned = canonical_name(str(q.dtype)), self.problem.q_dtype
-            able = (planned, "bf16", "fp16") if planned.startswith("fp8") else (planned,)
+            able = [planned] if not planned.startswith("fp8") or self.problem.op != "prefill" else []
+            able += ["bf16", "fp16"] if planned.startswith("fp8") and self.problem.op != "index_topk" else []
             needs = f"{listed(able)}, as planned; plan again with q_dtype={q.dtype}"
             reasons.need(given in able, name, f"dtype {given}", needs)
 
@@ -241,6 +242,10 @@ class PrefillPlan(Plan):
         cache = None
         if kv_cache is not None:
             cache = self._opened(reasons, kv_cache, k_scale)
+            if cache is not None and isinstance(q_nope, Tensor):
+                reasons.need(
+                    cache.device == q_nope.device, "kv_cache", cache.device, f"{q_nope.device}, as q_nope"
+                )
         else:
             context = max(self.batch.context_lens_host or (), default=0)
             reasons.need(context == 0, "kv_cache", None, f"a cache: a sequence has {context} earlier tokens")
@@ -386,6 +391,8 @@ def opened(
             (rank, rope) == widths, "kv_cache", f"tag {kv_cache.tag}", f"L={widths[0]} R={widths[1]}"
         )
         reasons.need(k_scale is None, "k_scale", "a tensor", "None: the KVCache carries its scale")
+        scaled = not kv_cache.format.scaled or kv_cache.scale is not None
+        reasons.need(scaled, "kv_cache", "no scale", f"the one of its {name}; see KVCache.allocate")
         return kv_cache
     try:
         return kv.open_cache(

@@ -162,7 +162,8 @@ def plan_prefill(
         v_head_dim: V.
         q_dtype: Dtype of the queries and the new latents: fp32, bf16 or fp16. An fp8 lets a backend round
             queries, keys and values to it; they come in 16 bits, and where none rounds, they are kept.
-        kv_format: Format of the cached context. None: there is none, or it has the dtype of the queries.
+        kv_format: Format of the cached context. None: there is none, or it has the dtype of the queries, bf16
+            for an fp8.
         sinks: Whether `run` will be given sinks.
         return_lse: Whether `run` may be asked for lse.
         batch_invariant: Demand bitwise the same row alone and in any batch.
@@ -183,7 +184,9 @@ def plan_prefill(
         reasons,
         machine,
         q_dtype,
-        canonical_name(str(q_dtype)) if kv_format is None else kv_format,
+        ("bf16" if q_dtype in contract.FP8_Q_DTYPES else canonical_name(str(q_dtype)))
+        if kv_format is None
+        else kv_format,
         num_heads=num_heads,
         kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=qk_rope_head_dim,
@@ -274,9 +277,13 @@ def sparse_plan(
 def prefill_plan(
     batch: Batch, problem: Problem, backend: str = "auto", machine: Machine | None = None
 ) -> PrefillPlan:
-    """The plan of a prefill whose facts are known to be right; whether it has a context, the batch says."""
-    if batch.may_have_context:
-        problem = replace(problem, features=problem.features | {Feature.CACHED_CONTEXT})
+    """The plan of a prefill whose facts are known to be right; the batch says what of lengths is known."""
+    shown = {
+        Feature.CACHED_CONTEXT: batch.may_have_context,
+        Feature.DEVICE_LENGTHS: batch.context_lens_host is None,
+    }
+    found = {feature for feature, wanted in shown.items() if wanted}
+    problem = replace(problem, features=problem.features | found)
     choice = select.choose(problem, machine or machine_of(batch.seq_lens.device), backend)
     return PrefillPlan(choice, _planned(choice, "plan_prefill", batch), batch)
 
@@ -343,7 +350,8 @@ def _facts(
         least = 0 if name in ("qk_rope_head_dim", "qk_nope_head_dim") else 1
         widths[name] = contract.check_count(reasons, name, value, least)
     needs = "torch.float32, torch.bfloat16 or torch.float16, or an fp8"
-    reasons.need(q_dtype in contract.INDEX_Q_DTYPES, "q_dtype", repr(q_dtype), needs)
+    known = isinstance(q_dtype, torch.dtype) and q_dtype in contract.INDEX_Q_DTYPES
+    reasons.need(known, "q_dtype", repr(q_dtype), needs)
     form = canonical_name(kv_format, machine.fp8_flavour) if isinstance(kv_format, str) else ""
     reasons.need(form in kv.KV_FORMATS, "kv_format", repr(kv_format), f"one of {', '.join(kv.KV_FORMATS)}")
     reasons.raise_if_any()

@@ -18,6 +18,7 @@ class Feature(Enum):
     BATCH_INVARIANT = "batch invariance"
     CACHED_CONTEXT = "a cached context"
     GRAPH = "graph capture"
+    DEVICE_LENGTHS = "lengths that only the device knows"
 
     def __str__(self) -> str:
         return self.value

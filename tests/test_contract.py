@@ -479,7 +479,22 @@ def test_a_plan_of_a_prefill_names_the_context_that_its_batch_may_have(
     batch = batch if known else replace(batch, seq_lens_host=None)
     problem = MODELS["minicpm3"].problem("prefill", q_dtype="fp32", block_size=4, q_len=3)
     found = plans.prefill_plan(batch, problem).problem.features
-    assert found == problem.features | ({Feature.CACHED_CONTEXT} if named else set())
+    lengths = set() if known else {Feature.DEVICE_LENGTHS}
+    assert found == problem.features | lengths | ({Feature.CACHED_CONTEXT} if named else set())
+
+
+def test_a_cache_that_lost_its_scale_is_refused() -> None:
+    facts = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "kv_format": "fp8_e4m3fn"}
+    cache = replace(anymla.KVCache.allocate(2, 4, **facts, scale=1.0), scale=None)
+    plan = plans.plan_decode(
+        Batch.of(seq_lens=ints(1), block_table=torch.zeros(1, 1, dtype=torch.int32), block_size=4),
+        num_heads=1,
+        q_dtype=torch.bfloat16,
+        **facts,
+    )
+    q = torch.zeros(1, 1, 8, dtype=torch.bfloat16)
+    with pytest.raises(InvalidInput, match="kv_cache got no scale; needs the one of its fp8_e4m3fn"):
+        plan.run(q, q[..., :4], cache, sm_scale=1.0)
 
 
 def test_a_bound_above_the_longest_changes_no_result_and_one_below_is_refused_where_it_is_seen() -> None:

@@ -335,8 +335,6 @@ def test_a_scale_is_no_flag_and_no_tensor(scale: Any) -> None:
          "open_cache: kv_lora_rank got None; needs an integer, at least 1$"),
         (("convert", {"cache": CACHE.data}),
          "cache got Tensor; needs a KVCache, from KVCache.allocate or open_"),
-        (("read", {"slots": torch.tensor([-1, 16])}),
-         "slots got -1; needs a slot, 0 or more; slots got 16; needs less than 16, the slots of the cache"),
         (("read", {"dtype": "float32"}), "dtype got 'float32'; needs a floating torch.dtype"),
         (("calibrate_scale", {"kv_c": None, "k_pe": ints(1)}),
          "kv_c got NoneType; needs a torch.Tensor; k_pe got dtype int32; needs float32 or bfloat16 or"),

@@ -123,7 +123,9 @@ class _Maker:
         return self._inputs((ql_nope, q_pe, cache), options, p.kv_lora_rank)
 
     def _prefill(self) -> Inputs:
-        work, p, dtype = self.work, self.work.problem, DTYPES[self.work.problem.q_dtype]
+        work, p = self.work, self.work.problem
+        # What is planned in fp8 comes in 16 bits.
+        dtype = torch.bfloat16 if p.q_dtype.startswith("fp8") else DTYPES[p.q_dtype]
         heads, rank, rope = p.num_heads, p.kv_lora_rank, p.qk_rope_head_dim
         draw, direction = self.draw, self.needles.direction
         w_uk = (draw.normal(heads, p.qk_nope_head_dim, rank) / math.sqrt(rank)).to(dtype)

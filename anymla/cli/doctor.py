@@ -3,6 +3,7 @@
 import json
 import platform
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +16,7 @@ from anymla.cli.explain import machine_fields, terminal, verdict_fields
 from anymla.hardware.probe import Machine, this_machine, torch_report
 from anymla.hardware.quirks import QUIRKS, Quirk
 from anymla.models import model_named
-from anymla.problem import OPS
+from anymla.problem import OPS, Problem
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,6 +41,12 @@ ASKED_MODEL, ASKED_TP = "deepseek-v3.2", 8
 """The model whose every operation each backend is asked about; it has an index, so all operations exist."""
 
 
+def _in_fp8(problem: Problem, machine: Machine) -> Problem:
+    """An indexer as it is served: queries and keys in the fp8 of the machine."""
+    suffix = "_fnuz" if machine.fp8_flavour == "e4m3fnuz" else ""
+    return replace(problem, q_dtype=f"fp8_{machine.fp8_flavour}", kv_format=f"index_k{suffix}")
+
+
 def doctor(in_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Show this machine, its versions, each backend's verdict, active quirks and what is verified here.
 
@@ -49,6 +56,7 @@ def doctor(in_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     torch = torch_report()
     versions = _versions(machine)
     problems = {op: model_named(ASKED_MODEL).problem(op, tp=ASKED_TP) for op in OPS}
+    problems["index_topk"] = _in_fp8(problems["index_topk"], machine)
     verdicts = {op: select.explain(problem, machine) for op, problem in problems.items()}
     quirks = [quirk for quirk in QUIRKS if _is_active(quirk, machine)]
     evidence = list(_evidence(machine.arch))

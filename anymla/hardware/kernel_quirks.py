@@ -373,6 +373,13 @@ KERNEL_QUIRKS: tuple[Quirk, ...] = (
     ),
     _kernel(
         _CDNA,
+        "AITER chip_info.py from 0.1.16: sizes of a plan follow it; v1_2_device.cuh asks the device",
+        refuse="CU_NUM is set: plans get buffers for so many compute units, but are those of the chip",
+        persistent=_PERSISTENT,
+        switches=asks("CU_NUM"),
+    ),
+    _kernel(
+        _CDNA,
         f"{_EMULATED}: offsets wrap; github.com/ROCm/aiter #3988, #4341, #4452: mended on gfx950",
         knob="max_cache_gib",
         value=4,

@@ -158,7 +158,9 @@ def torch_report(timeout_s: float = 60) -> dict[str, str]:
 
     command = [sys.executable, "-c", _TORCH_QUESTION]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
+        )
     except subprocess.TimeoutExpired:
         return {"error": f"import torch took more than {timeout_s:.0f} s"}
     if done.returncode == 0:
@@ -181,7 +183,10 @@ def _installed_version(name: str, package: Package) -> str | None:
     import importlib.metadata
     import importlib.util
 
-    spec = importlib.util.find_spec(name)
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # Something stands in for it that says nothing of itself.
+        spec = None
     if spec is None:
         return None
     roots = [Path(root) for root in spec.submodule_search_locations or ()]
@@ -189,8 +194,8 @@ def _installed_version(name: str, package: Package) -> str | None:
         return None
     for distribution in package.distributions:
         try:
-            return importlib.metadata.version(distribution)
-        except importlib.metadata.PackageNotFoundError:
+            return importlib.metadata.version(distribution) or "unknown"
+        except (importlib.metadata.PackageNotFoundError, ValueError):
             continue
     return "unknown"
 

@@ -70,7 +70,12 @@ def test_quirks_of_this_chip_are_listed_with_their_source(monkeypatch: pytest.Mo
 def test_on_rocm_it_says_what_aiter_has_and_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = machine_named("gfx942").having("aiter", "v0.1.16.post2")
     monkeypatch.setattr(module, "this_machine", lambda: machine)
-    aiter = json.loads(examined("--json"))["libraries"]["aiter"]
+    found = json.loads(examined("--json"))
+    aiter, (verdict,) = (
+        found["libraries"]["aiter"],
+        [one for one in found["verdicts"]["index_topk"] if one["backend"] == "aiter"],
+    )
+    assert "q_dtype" not in str(verdict["reasons"]) and "kv_format" not in str(verdict["reasons"])
     assert aiter["release"] == "0.1.16.post2"
     assert {"mla_decode_fwd", "mla_reduce_v1", "get_mla_metadata_v1"} <= set(aiter["bound"])
     assert aiter["kernels"]["bf16/bf16 rows"] == 7

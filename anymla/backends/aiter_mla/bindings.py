@@ -30,6 +30,7 @@ class Function:
         modules: Where it may be, the newest place first.
         needs: Our names of what it must take; its own names are the same unless `called` says more.
         may: What it takes in some releases, with the value that means the same as leaving it out.
+        given: Those of `may` that every call has a value for, where they are taken.
         called: Our name to the names that releases give it.
         swapped: A parameter by which releases are known whose stubs name two buffers the wrong way round, and
             what our names are called there.
@@ -39,6 +40,7 @@ class Function:
     modules: tuple[str, ...]
     needs: tuple[str, ...]
     may: Mapping[str, object] = field(default_factory=dict)
+    given: tuple[str, ...] = ()
     called: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     swapped: tuple[str, Mapping[str, str]] | None = None
 
@@ -82,6 +84,10 @@ FUNCTIONS: dict[str, Function] = {
                 "cp_rank": 0,
                 "causal": True,
             },
+            given=(
+                *("page_size", "nhead_kv", "num_kv_splits_indptr", "q_scale", "kv_scale", "return_lse"),
+                "causal",
+            ),
         ),
         Function(
             "get_mla_metadata_info_v1",
@@ -93,6 +99,7 @@ FUNCTIONS: dict[str, Function] = {
                 "intra_batch_mode": False,
                 "max_split_per_batch": -1,
             },
+            given=("fast_mode",),
         ),
         Function(
             "get_mla_metadata_v1",
@@ -126,6 +133,7 @@ FUNCTIONS: dict[str, Function] = {
                 "dtype_kv_nope": None,
                 "dtype_kv_rope": None,
             },
+            given=("kv_last_page_lens", "page_size"),
             # Up to 0.1.7.post5 the stub has these two the other way round than the code that it calls.
             swapped=("work_info", {"work_info_set": "work_indptr", "work_indptr": "work_info"}),
         ),
@@ -143,6 +151,7 @@ FUNCTIONS: dict[str, Function] = {
             ),
             # 0 is what it did before it took a number: as many as there are compute units.
             may={"max_seqlen_q": None, "num_kv_splits": 0},
+            given=("max_seqlen_q", "num_kv_splits"),
         ),
         Function(
             "mla_prefill_ps_asm_fwd",
@@ -351,11 +360,12 @@ def bind(function: str, parameters: Sequence[Parameter] | None, provider: str) -
     reasons = [
         f"{function} of {provider} has no parameter {ours!r}" for ours in row.needs if ours not in names
     ]
-    known = set(names.values())
+    meant = {theirs: ours for ours, theirs in names.items()}
     reasons += [
-        f"{function} of {provider} needs an argument {name!r}, whose meaning is not known"
+        f"{function} of {provider} needs an argument {name!r}, "
+        + ("which no call has a value for" if name in meant else "whose meaning is not known")
         for name, required in parameters
-        if required and name not in known
+        if required and meant.get(name) not in (*row.needs, *row.given)
     ]
     neutral = {ours: value for ours, value in row.may.items() if ours not in names}
     return tuple(reasons) or Binding(function, provider, names, neutral)
@@ -394,7 +404,10 @@ def introspected(function: Callable[..., Any], name: str) -> tuple[Parameter, ..
     kinds = inspect.Parameter
     told = list(inspect.signature(function).parameters.values())
     if all(p.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD) for p in told):
-        return tuple(Parameter(p.name, p.default is kinds.empty) for p in told)
+        return tuple(
+            Parameter(f"{p.name}, /" if p.kind is kinds.POSITIONAL_ONLY else p.name, p.default is kinds.empty)
+            for p in told
+        )
     import torch
 
     operator = getattr(torch.ops.aiter, name, None)
@@ -416,9 +429,10 @@ def _arguments_in(text: str) -> ast.arguments:
 
 
 def _of_arguments(arguments: ast.arguments) -> tuple[Parameter, ...]:
-    positional = [*arguments.posonlyargs, *arguments.args]
+    positional = [*(f"{one.arg}, /" for one in arguments.posonlyargs), *(one.arg for one in arguments.args)]
     first_default = len(positional) - len(arguments.defaults)
-    found = [Parameter(one.arg, at < first_default) for at, one in enumerate(positional)]
+    # What has a place and no name cannot be given by name, so it is none that is known.
+    found = [Parameter(name, at < first_default) for at, name in enumerate(positional)]
     found += [
         Parameter(one.arg, default is None)
         for one, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)

@@ -76,14 +76,20 @@ def import_apart(aiter: Aiter, timeout_s: float = 300) -> dict[str, str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=timeout_s, check=False, env=environment
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+            env=environment,
         )
         said, lines = done.stderr.strip().splitlines(), done.stdout.split("\n")
         died = said[-1] if said else f"python exited with {done.returncode}"
     except subprocess.TimeoutExpired:
         died, lines = f"it took more than {timeout_s:.0f} s", []
-    # AITER may print before us on a line, too.
-    told = dict(json.loads(line.partition(_MARK)[2]) for line in lines if _MARK in line)
+    # AITER may print before and behind us on a line, too.
+    told = dict(json.loads(line.split(_MARK)[1]) for line in lines if line.count(_MARK) > 1)
     unasked = f"{aiter} cannot be imported: {died}"
     answers = {name: told.get(name, unasked) for name in FUNCTIONS}
     return {name: failure for name, failure in answers.items() if failure}
@@ -93,7 +99,7 @@ def tell_failures(release: str, arch: str) -> None:
     """Print the failure of each function, or "", as `import_apart` reads it."""
     aiter = aiter_of(Machine(arch, (("aiter", release),)))
     for name in FUNCTIONS:
-        print(_MARK + json.dumps([name, import_failure(aiter, (name,))]), flush=True)
+        print(_MARK + json.dumps([name, import_failure(aiter, (name,))]) + _MARK, flush=True)
 
 
 _MARK = "\x1e"

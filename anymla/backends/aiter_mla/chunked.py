@@ -80,9 +80,6 @@ def plan_chunked(batch: Batch, problem: Problem, machine: Machine, knobs: Mappin
 
     Returns:
         The state that `attend_chunked` takes, for any number of layers.
-
-    Raises:
-        InvalidInput: the host does not know the lengths.
     """
     contexts, indptr = host_lengths(batch)
     tokens, heads, device = indptr[-1], problem.num_heads, batch.seq_lens.device

@@ -199,7 +199,11 @@ def _reads_index_pages(aiter: Aiter) -> bool:
         return facts.recorded_index_pages(aiter.release)
     modules = bindings.FUNCTIONS["deepgemm_fp8_paged_mqa_logits_stage1"].modules
     paths = [aiter.root.joinpath(*module.split(".")).with_suffix(".py") for module in modules]
-    return any(facts.reads_index_pages(path.read_text()) for path in paths if path.is_file())
+    return any(
+        facts.reads_index_pages(path.read_text(encoding="utf-8", errors="replace"))
+        for path in paths
+        if path.is_file()
+    )
 
 
 def _write_cache(problem: Problem, aiter: Aiter) -> Weighed:

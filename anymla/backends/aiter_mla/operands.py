@@ -17,17 +17,10 @@ EXPANDED_BYTES = 512 << 20
 
 
 def host_lengths(batch: Batch) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Tokens before those of this step, a sequence, and offsets of query tokens, for planners on the host.
-
-    Raises:
-        InvalidInput: the host does not know them.
-    """
-    reasons, contexts, indptr = Reasons("plan_prefill"), batch.context_lens_host, batch.qo_indptr_host
-    needs = "the lengths as integers: backend aiter plans a prefill on the host"
-    reasons.need(contexts is not None, "qo_indptr_host, seq_lens_host", None, needs)
-    reasons.raise_if_any()
-    assert contexts is not None and indptr is not None
-    return contexts, indptr
+    """Tokens before those of this step, a sequence, and offsets of query tokens, for planners on the host."""
+    # Its row offers no Feature.DEVICE_LENGTHS.
+    assert batch.context_lens_host is not None and batch.qo_indptr_host is not None
+    return batch.context_lens_host, batch.qo_indptr_host
 
 
 def expanded(latents: Tensor, rope: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Tensor]:

@@ -68,9 +68,6 @@ def plan_prefill(batch: Batch, problem: Problem, machine: Machine, knobs: Mappin
 
     Returns:
         The state that `prefill` takes, for any number of layers.
-
-    Raises:
-        InvalidInput: the host does not know the lengths.
     """
     contexts, indptr = host_lengths(batch)
     assert not any(contexts)

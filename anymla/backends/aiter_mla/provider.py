@@ -26,6 +26,7 @@ SWITCHES = {
     "AITER_MLA_META_USE_PARALLEL": "1",
     "AITER_ENABLE_AOT_GLUON_PA_MQA_LOGITS": "0",
     "ENABLE_CK": "1",
+    "CU_NUM": "0",
 }
 """Environment variables that change what AITER runs, and the value that does not. Quirks say what then."""
 _READ = (*SWITCHES, "AITER_META_DIR", "GPU_ARCHS")
@@ -171,7 +172,7 @@ def commit_of(root: Path | None) -> str:
             return (shared / name).read_text().strip()
         packed = (line.split() for line in (shared / "packed-refs").read_text().splitlines())
         return next((words[0] for words in packed if words[1:] == [name]), "")
-    except OSError:
+    except (OSError, ValueError):
         return ""
 
 
@@ -286,7 +287,7 @@ def _is_whole_object(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             header, size = file.read(_ELF.size), os.fstat(file.fileno()).st_size
-    except OSError:
+    except (OSError, ValueError):  # No name of a file, if there is a NUL in it.
         return False
     if len(header) < _ELF.size:
         return False

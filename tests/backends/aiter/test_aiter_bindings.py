@@ -107,6 +107,16 @@ DRIFTS = {
         f"{NOW}, final_output, final_lse, *, stream",
         ("mla_reduce_v1 of aiter 9.9 needs an argument 'stream', whose meaning is not known",),
     ),
+    "only by position": (
+        f"{NOW}, final_output, final_lse, /, num_kv_splits=0",
+        (
+            *(f"mla_reduce_v1 of aiter 9.9 has no parameter {n!r}" for n in FUNCTIONS["mla_reduce_v1"].needs),
+            *(
+                f"mla_reduce_v1 of aiter 9.9 needs an argument '{name}, /', whose meaning is not known"
+                for name in f"{NOW}, final_output, final_lse".split(", ")
+            ),
+        ),
+    ),
 }
 
 
@@ -116,6 +126,13 @@ def test_a_drift_binds_or_is_refused_naming_provider_release_and_parameter(
 ) -> None:
     found = bind("mla_reduce_v1", parameters(text), "aiter 9.9")
     assert found == reasons if reasons else isinstance(found, Binding)
+
+
+def test_a_known_parameter_that_becomes_required_is_refused_if_no_call_has_a_value_for_it() -> None:
+    text = ", ".join((*FUNCTIONS["get_mla_metadata_v1"].needs, "kv_last_page_lens", "topk"))
+    assert bind("get_mla_metadata_v1", parameters(text), "aiter 9.9") == (
+        "get_mla_metadata_v1 of aiter 9.9 needs an argument 'topk', which no call has a value for",
+    )
 
 
 def test_a_function_is_read_from_source_that_cannot_be_imported(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from anymla import merging, select
 from anymla.backends.aiter_mla import bindings, chunked, facts, manifest, operations
 from anymla.backends.aiter_mla.provider import recorded_aiter
 from anymla.contract import PrefillArgs
-from anymla.errors import InvalidInput, NoBackend
+from anymla.errors import NoBackend
 from anymla.kv_cache import KV_FORMATS
 from anymla.planned import PrefillPlan
-from anymla.plans import plan_prefill
+from anymla.plans import plan_prefill, prefill_plan
 from anymla.problem import Feature
 from anymla.verification.checks import batch_of, judged, run_planned
 from anymla.verification.inputs import Inputs, prefill_inputs
@@ -148,8 +148,8 @@ def test_neither_a_plan_nor_a_layer_waits(double: VarlenDouble, monkeypatch: pyt
 def test_lengths_that_only_the_device_knows_are_refused_when_planning(double: VarlenDouble) -> None:
     call = call_of((30,), (4,))
     batch = replace(planned(call).batch, seq_lens_host=None)
-    with pytest.raises(InvalidInput, match="backend aiter plans a prefill on the host"):
-        chunked.plan_chunked(batch, problem_of(2, 4, Feature.CACHED_CONTEXT), machine(), {})
+    with pytest.raises(NoBackend, match="aiter: features lacks lengths that only the device knows"):
+        prefill_plan(batch, problem_of(2, 4), "aiter", machine())
 
 
 REFUSED = {

@@ -241,6 +241,7 @@ INDEX = Problem("index_topk", "fp8_e4m3fnuz", "index_k_fnuz", 64, 128, 0, block_
     [
         ("AITER_MLA_REDUCE_FLYDSL", "1", PERSISTENT, "AITER_MLA_REDUCE_FLYDSL is set"),
         ("AITER_MLA_META_USE_PARALLEL", "0", PERSISTENT, "AITER_MLA_META_USE_PARALLEL is 0"),
+        ("CU_NUM", "80", PERSISTENT, "CU_NUM is set: plans get buffers for so many compute units"),
         ("GPU_ARCHS", "gfx942;gfx950", PERSISTENT, "GPU_ARCHS got 'gfx942;gfx950'; needs gfx942 last"),
         ("AITER_META_DIR", "{elsewhere}", PERSISTENT, "aiter 0.1.20.post1 has no folder {elsewhere}/hsa"),
         (

@@ -110,6 +110,7 @@ EXAMPLES = [
     Example("AITER_MLA_USE_OPUS is set", at("HEAD", "gfx950", 64, "fp8"), DEAD, "AITER_MLA_USE_OPUS"),
     Example("AITER_MLA_REDUCE_FLYDSL is set", at("HEAD", "gfx942", 48), DEAD, "AITER_MLA_REDUCE_FLYDSL"),
     Example("META_USE_PARALLEL is 0", at("HEAD", "gfx942", 48), None, "AITER_MLA_META_USE_PARALLEL"),
+    Example("CU_NUM is set", at("HEAD", "gfx942", 48), None, "CU_NUM"),
     Example("sets own_out", at("HEAD", "gfx942", 48, q_len=2, lengths="a tail of one"), None),
     Example("sets keep_persistent", at("0.1.18", "gfx950", 16, lse=True, lengths="many"), DEAD),
     Example("sets max_cache_gib", at("HEAD", "gfx942", 16), None),

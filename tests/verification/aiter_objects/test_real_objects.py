@@ -39,5 +39,6 @@ def test_its_kernels_are_right_by_the_clock_and_no_more_or_not_taken(aiter: Path
     for found in report.kernels:
         # Of the wheel none is wrong; of later releases some are, and no route takes them.
         assert found.outcome == "undecided" or (FOLDER and found.outcome == "wrong"), found
-        assert found.timing
-        assert found.facts["NaN in slot 0 reaches"] != "no row"
+        assert found.timing or found.outcome == "wrong"
+        # Of later releases one kernel masks its tails.
+        assert FOLDER or found.facts["NaN in slot 0 reaches"] != "no row"
