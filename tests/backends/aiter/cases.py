@@ -46,6 +46,8 @@ KINDS = {
     "fp8 cache": ("bf16", "fp8"),
     "fp8": ("fp8", "fp8"),
 }
+ASKED = ((False, False), (True, False), (False, True), (True, True))
+"""Whether an lse is asked for, and whether there are sinks."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +93,12 @@ def product(of: Sequence[str] | None = None) -> Iterator[Case]:
             for heads in head_counts():
                 for kind in KINDS:
                     for q_len in range(1, 9):
-                        for lse, sinks in ((False, False), (True, False), (False, True), (True, True)):
+                        for lse, sinks in ASKED:
                             for lengths in lengths_for(q_len):
                                 yield Case(release, arch, heads, kind, q_len, lse, sinks, lengths)
                     for lengths in LENGTHS:
-                        for sinks in (False, True):
-                            yield Case(release, arch, heads, kind, 1, True, sinks, lengths, "sparse_decode")
+                        for lse, sinks in ASKED:
+                            yield Case(release, arch, heads, kind, 1, lse, sinks, lengths, "sparse_decode")
 
 
 def sample(count: int, seed: int = 0) -> list[Case]:
