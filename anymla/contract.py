@@ -256,6 +256,12 @@ def check_scale(reasons: Reasons, sm_scale: object) -> None:
     reasons.need(good, "sm_scale", shown(sm_scale), "a positive finite number, such as Model.sm_scale")
 
 
+def check_place(reasons: Reasons, name: str, cache: KVCache, device: torch.device) -> None:
+    """Note a cache that is not on the device of the queries."""
+    here = f"{device}, that of the queries"
+    reasons.need(cache.device == device, name, f"device {cache.device}", here)
+
+
 def check_sinks(reasons: Reasons, sinks: Tensor | None, num_heads: int, device: torch.device) -> None:
     """Note sinks that are not [H] fp32 on the device of the queries."""
     if sinks is not None:
@@ -394,8 +400,7 @@ def check_queries(
         ql_nope.device,
         "T, H from ql_nope, R from the cache",
     )
-    here = f"{ql_nope.device}, that of the queries"
-    reasons.need(cache.device == ql_nope.device, "kv_cache", f"device {cache.device}", here)
+    check_place(reasons, "kv_cache", cache, ql_nope.device)
     check_sinks(reasons, sinks, heads, ql_nope.device)
     return right
 
@@ -421,8 +426,7 @@ def check_index_queries(
     reasons.need(heads > 0, "num_heads", heads, "at least 1")
     origin = "T, H from q"
     right = check_tensor(reasons, "weights", weights, (tokens, heads), (torch.float32,), q.device, origin)
-    here = f"{q.device}, that of the queries"
-    reasons.need(cache.device == q.device, "index_cache", f"device {cache.device}", here)
+    check_place(reasons, "index_cache", cache, q.device)
     return right
 
 

@@ -70,10 +70,7 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     Raises:
         InvalidInput: shapes, dtypes or devices do not fit.
     """
-    reasons = Reasons("apply_sinks")
-    _check_result(reasons, "", out, lse)
-    _check_sinks(reasons, out, sinks)
-    reasons.raise_if_any()
+    _check_with_sinks("apply_sinks", out, lse, sinks)
     share = 1.0 / (1.0 + torch.exp(sinks - lse))
     return torch.where((lse == -math.inf)[..., None], 0.0, share[..., None] * out).to(out.dtype)
 
@@ -183,10 +180,7 @@ def from_sink_included(out: Tensor, lse: Tensor, sinks: Tensor) -> AttentionOutp
     Raises:
         InvalidInput: shapes, dtypes or devices do not fit.
     """
-    reasons = Reasons("from_sink_included")
-    _check_result(reasons, "", out, lse)
-    _check_sinks(reasons, out, sinks)
-    reasons.raise_if_any()
+    _check_with_sinks("from_sink_included", out, lse, sinks)
     keys_share = -torch.expm1(sinks - lse)
     restored = (out / keys_share[..., None]).to(out.dtype)
     return _with_empty_rows(restored, lse + keys_share.log(), (lse <= sinks) & (sinks < math.inf))
@@ -256,7 +250,10 @@ def _check_result(
     return check_tensor(reasons, f"{prefix}lse", lse, lse_shape, lse_dtypes, where, "T, H from out") and right
 
 
-def _check_sinks(reasons: Reasons, out: Tensor, sinks: Tensor) -> None:
+def _check_with_sinks(what: str, out: Tensor, lse: Tensor, sinks: Tensor) -> None:
+    reasons = Reasons(what)
+    _check_result(reasons, "", out, lse)
     if isinstance(out, Tensor) and out.dim() == 3:
         shape, dtype = (out.shape[1],), _lse_dtype(out)
         check_tensor(reasons, "sinks", sinks, shape, (dtype,), out.device, "H from out")
+    reasons.raise_if_any()

@@ -17,7 +17,7 @@ from anymla import contract, select
 from anymla import kv_cache as kv
 from anymla.contract import AttentionOutput, Batch
 from anymla.errors import InvalidInput, Reasons
-from anymla.problem import Feature, Problem, canonical_name
+from anymla.problem import FP8_NAMES, Feature, Problem, canonical_name
 from anymla.rules import listed
 
 
@@ -77,8 +77,9 @@ class Plan:
         """Queries are of the dtype for which kernels were chosen; in place of fp8 attention takes 16 bits."""
         if isinstance(q, Tensor):
             given, planned = canonical_name(str(q.dtype)), self.problem.q_dtype
-            able = [planned] if not planned.startswith("fp8") or self.problem.op != "prefill" else []
-            able += ["bf16", "fp16"] if planned.startswith("fp8") and self.problem.op != "index_topk" else []
+            op, in_fp8 = self.problem.op, planned in FP8_NAMES
+            able = [] if in_fp8 and op == "prefill" else [planned]
+            able += ["bf16", "fp16"] if in_fp8 and op != "index_topk" else []
             needs = f"{listed(able)}, as planned; plan again with q_dtype={q.dtype}"
             reasons.need(given in able, name, f"dtype {given}", needs)
 
@@ -243,9 +244,7 @@ class PrefillPlan(Plan):
         if kv_cache is not None:
             cache = self._opened(reasons, kv_cache, k_scale)
             if cache is not None and isinstance(q_nope, Tensor):
-                reasons.need(
-                    cache.device == q_nope.device, "kv_cache", cache.device, f"{q_nope.device}, as q_nope"
-                )
+                contract.check_place(reasons, "kv_cache", cache, q_nope.device)
         else:
             context = max(self.batch.context_lens_host or (), default=0)
             reasons.need(context == 0, "kv_cache", None, f"a cache: a sequence has {context} earlier tokens")

@@ -15,7 +15,7 @@ from anymla.contract import Batch
 from anymla.errors import Reasons
 from anymla.hardware.probe import Machine, this_machine
 from anymla.planned import DecodePlan, IndexPlan, PrefillPlan, SparsePlan, check_step, module_of
-from anymla.problem import Feature, Problem, canonical_name
+from anymla.problem import FP8_NAMES, Feature, Problem, canonical_name
 
 
 def plan_decode(
@@ -180,13 +180,13 @@ def plan_prefill(
     reasons = Reasons("plan_prefill")
     machine = _machine_for(reasons, batch, machine)
     wanted = _wanted(reasons, batch, sinks=sinks, return_lse=return_lse, batch_invariant=batch_invariant)
+    like = canonical_name(str(q_dtype))
+    like = "bf16" if like in FP8_NAMES else like
     facts = _facts(
         reasons,
         machine,
         q_dtype,
-        ("bf16" if q_dtype in contract.FP8_Q_DTYPES else canonical_name(str(q_dtype)))
-        if kv_format is None
-        else kv_format,
+        like if kv_format is None else kv_format,
         num_heads=num_heads,
         kv_lora_rank=kv_lora_rank,
         qk_rope_head_dim=qk_rope_head_dim,

@@ -24,7 +24,9 @@ class Feature(Enum):
         return self.value
 
 
-DTYPE_NAMES = ("fp32", "bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz")
+FP8_NAMES = ("fp8_e4m3fn", "fp8_e4m3fnuz")
+
+DTYPE_NAMES = ("fp32", "bf16", "fp16", *FP8_NAMES)
 
 KV_FORMAT_NAMES = (
     "bf16",

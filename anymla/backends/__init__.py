@@ -5,13 +5,12 @@ Rows of one name are alternatives of one backend: a call goes to the one that ta
 
 from dataclasses import dataclass, replace
 
-from anymla.problem import KV_FORMAT_NAMES, OPS, Feature
+from anymla.problem import FP8_NAMES, KV_FORMAT_NAMES, OPS, Feature
 from anymla.rules import ANY, Between, Rule, offers, one_of, pads_to
 
 NOTHING = offers()
 """The default of every backend: no feature."""
 
-_FP8 = ("fp8_e4m3fn", "fp8_e4m3fnuz")
 _OF_LATENTS = tuple(name for name in KV_FORMAT_NAMES if not name.startswith("index_k"))
 
 
@@ -196,7 +195,7 @@ _TRITON_PLANNED = replace(
 _TRITON_INDEX = replace(
     _TRITON,
     op=one_of("index_topk"),
-    q_dtype=one_of("bf16", "fp16", *_FP8),
+    q_dtype=one_of("bf16", "fp16", *FP8_NAMES),
     kv_format=one_of("index_k", "index_k_fnuz", "bf16", "fp16"),
     num_heads=Between(1, 128),
     kv_lora_rank=Between(1, 128),
@@ -234,9 +233,9 @@ _FP8_QUERIES = (
     *(
         replace(row, op=one_of("decode", "sparse_decode"), q_dtype=one_of(fp8), kv_format=one_of(fp8))
         for row in (*_TRITON_CHIPS, _CPU)
-        for fp8 in _FP8
+        for fp8 in FP8_NAMES
     ),
-    *(replace(row, op=one_of("prefill"), q_dtype=one_of(*_FP8)) for row in (*_TRITON_CHIPS, _CPU)),
+    *(replace(row, op=one_of("prefill"), q_dtype=one_of(*FP8_NAMES)) for row in (*_TRITON_CHIPS, _CPU)),
 )
 
 BACKENDS: tuple[Backend, ...] = (
@@ -271,6 +270,6 @@ BACKENDS: tuple[Backend, ...] = (
         for chips in _TRITON_CHIPS
     ),
     _CPU,
-    replace(_CPU, op=one_of("index_topk"), q_dtype=one_of("fp32", "bf16", "fp16", *_FP8)),
+    replace(_CPU, op=one_of("index_topk"), q_dtype=one_of("fp32", "bf16", "fp16", *FP8_NAMES)),
     *_FP8_QUERIES,
 )

@@ -3,7 +3,6 @@
 import json
 import platform
 from collections.abc import Iterator
-from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,11 +11,11 @@ import typer
 
 import anymla
 from anymla import select
-from anymla.cli.explain import machine_fields, terminal, verdict_fields
+from anymla.cli.explain import kv_format_of, machine_fields, terminal, verdict_fields
 from anymla.hardware.probe import Machine, this_machine, torch_report
 from anymla.hardware.quirks import QUIRKS, Quirk
 from anymla.models import model_named
-from anymla.problem import OPS, Problem
+from anymla.problem import OPS, canonical_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,12 +40,6 @@ ASKED_MODEL, ASKED_TP = "deepseek-v3.2", 8
 """The model whose every operation each backend is asked about; it has an index, so all operations exist."""
 
 
-def _in_fp8(problem: Problem, machine: Machine) -> Problem:
-    """An indexer as it is served: queries and keys in the fp8 of the machine."""
-    suffix = "_fnuz" if machine.fp8_flavour == "e4m3fnuz" else ""
-    return replace(problem, q_dtype=f"fp8_{machine.fp8_flavour}", kv_format=f"index_k{suffix}")
-
-
 def doctor(in_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """Show this machine, its versions, each backend's verdict, active quirks and what is verified here.
 
@@ -55,8 +48,17 @@ def doctor(in_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] 
     machine = select.tried(this_machine())
     torch = torch_report()
     versions = _versions(machine)
-    problems = {op: model_named(ASKED_MODEL).problem(op, tp=ASKED_TP) for op in OPS}
-    problems["index_topk"] = _in_fp8(problems["index_topk"], machine)
+    model, fp8 = model_named(ASKED_MODEL), canonical_name("fp8", machine.fp8_flavour)
+    problems = {
+        op: model.problem(
+            op,
+            tp=ASKED_TP,
+            # An indexer as it is served: queries and keys in the fp8 of the machine.
+            q_dtype=fp8 if op == "index_topk" else "bf16",
+            kv_format=kv_format_of(None, op, machine),
+        )
+        for op in OPS
+    }
     verdicts = {op: select.explain(problem, machine) for op, problem in problems.items()}
     quirks = [quirk for quirk in QUIRKS if _is_active(quirk, machine)]
     evidence = list(_evidence(machine.arch))

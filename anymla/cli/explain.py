@@ -109,7 +109,7 @@ def explain(
             "sparse_decode" if sparse else op,
             tp=tp,
             q_dtype=canonical_name(dtype, place.fp8_flavour),
-            kv_format=_kv_format(kv, op, place),
+            kv_format=kv_format_of(kv, op, place),
             block_size=block_size,
             q_len=q_len,
             topk=topk,
@@ -129,7 +129,8 @@ def explain(
         show_answers(terminal(), model, tp, answers)
 
 
-def _kv_format(kv: str | None, op: str, machine: Machine) -> str | None:
+def kv_format_of(kv: str | None, op: str, machine: Machine) -> str | None:
+    """The format that is meant on a machine; None for that of the model and op."""
     if kv is None and op == "index_topk" and machine.fp8_flavour == "e4m3fnuz":
         return "index_k_fnuz"
     return kv and canonical_name(kv, machine.fp8_flavour)

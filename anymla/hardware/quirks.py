@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from anymla.hardware.arches import ARCHES
-from anymla.problem import FOREIGN_FORMAT_NAMES, KV_FORMAT_NAMES, Feature
+from anymla.problem import FOREIGN_FORMAT_NAMES, FP8_NAMES, KV_FORMAT_NAMES, Feature
 from anymla.rules import Between, Rule, asks, one_of
 
 
@@ -136,7 +136,7 @@ QUIRKS: tuple[Quirk, ...] = (
     Quirk(
         backend="triton",
         arch=one_of(*(name for name, chip in ARCHES.items() if chip.vendor != "cpu")),
-        when={"op": one_of("prefill"), "q_dtype": one_of("fp8_e4m3fn", "fp8_e4m3fnuz")},
+        when={"op": one_of("prefill"), "q_dtype": one_of(*FP8_NAMES)},
         knob="operand_bits",
         value=16,
         source="triton_mla/mha.py multiplies what it is given: fp8 lets a prefill round and asks for none",

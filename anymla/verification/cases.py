@@ -18,7 +18,7 @@ from anymla.hardware.probe import Machine
 from anymla.hardware.quirks import QUIRKS
 from anymla.kv_cache import KV_FORMATS
 from anymla.models import MODELS
-from anymla.problem import DTYPE_NAMES, KV_FORMAT_NAMES, OPS, Feature, Problem
+from anymla.problem import DTYPE_NAMES, FP8_NAMES, KV_FORMAT_NAMES, OPS, Feature, Problem
 from anymla.verification.inputs import (
     SINKS,
     Inputs,
@@ -369,7 +369,7 @@ def _of_models(op: str, quick: bool) -> Iterator[Case]:
             indexed = op in ("sparse_decode", "index_topk")
             if tp not in model.tp_sizes or (indexed and not model.index_topk) or op == "write_cache":
                 continue
-            formats = ("bf16", "fp8_e4m3fn", "fp8_e4m3fnuz")
+            formats = ("bf16", *FP8_NAMES)
             if op == "index_topk":
                 formats = ("index_k", "index_k_fnuz", "bf16")
             problem = model.problem(

@@ -85,7 +85,12 @@ FUNCTIONS: dict[str, Function] = {
                 "causal": True,
             },
             given=(
-                *("page_size", "nhead_kv", "num_kv_splits_indptr", "q_scale", "kv_scale", "return_lse"),
+                "page_size",
+                "nhead_kv",
+                "num_kv_splits_indptr",
+                "q_scale",
+                "kv_scale",
+                "return_lse",
                 "causal",
             ),
         ),

@@ -14,7 +14,7 @@ import torch
 from anymla.contract import Batch, DecodeArgs, IndexArgs, PrefillArgs, SparseArgs, WriteArgs, out_dtypes
 from anymla.hardware.probe import Machine
 from anymla.kv_cache import KV_FORMATS, KVCache
-from anymla.problem import Feature, Problem
+from anymla.problem import FP8_NAMES, Feature, Problem
 from anymla.verification.audit.capture import BACKEND
 
 triton_mla = import_module(BACKEND)
@@ -31,7 +31,7 @@ FAR_BYTES = (2 << 30) + (1 << 20)
 """A cache whose last byte is out of reach of a signed 32-bit offset. Its memory is never touched."""
 ATTENTION = frozenset((Feature.LSE, Feature.SINKS))
 FLOATS = ("bf16", "fp16")
-FP8 = ("fp8_e4m3fn", "fp8_e4m3fnuz", "fp8_ds_mla", "fp8_ds_mla_fnuz")
+FP8 = (*FP8_NAMES, "fp8_ds_mla", "fp8_ds_mla_fnuz")
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ def calls(machine: Machine) -> Iterator[Call]:
         yield Call(replace(many, kv_format=keys, topk=128))
     yield Call(replace(index, num_heads=64, kv_format=keys, topk=2 * TOPK))
     for kv_format in ("index_k", "index_k_fnuz", "bf16"):
-        for q_dtype in ("bf16", "fp16", "fp8_e4m3fn", "fp8_e4m3fnuz"):
+        for q_dtype in ("bf16", "fp16", *FP8_NAMES):
             yield Call(replace(index, num_heads=64, kv_format=kv_format, q_dtype=q_dtype))
         yield Call(replace(index, num_heads=64, kv_format=kv_format), far=True)
     for kv_format in ("index_k", "index_k_fnuz"):
