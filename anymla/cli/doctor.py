@@ -188,5 +188,6 @@ def _show_verdicts(console: "Console", verdicts: dict[str, tuple[select.Verdict,
             reasons.update(dict.fromkeys(verdict.reasons if is_offered else ()))
             marks.append("[green]✓[/]" if verdict.accepted else "[red]✗[/]" if is_offered else "[dim]–[/]")
         table.add_row(f"[bold]{row[0].backend.name}[/]", *marks, "\n".join(map(escape, reasons)))
-    console.print(f"[bold]backends[/]  asked for {ASKED_MODEL} at tensor parallel size {ASKED_TP} in bf16")
+    asked = f"{ASKED_MODEL} at tensor parallel size {ASKED_TP} in bf16, its indexer in fp8"
+    console.print(f"[bold]backends[/]  asked for {asked}")
     console.print(table)
